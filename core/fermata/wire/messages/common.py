@@ -1,0 +1,144 @@
+"""Parts shared by messages, and the messages that any role may get.
+
+All structs are `array_like`: a later version appends fields with defaults, and an older peer
+ignores the tail. Integers that come in thousands are never fields: they travel in the raw frame after the header.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any, Literal
+
+import msgspec
+
+from fermata.core.ids import RoutingKey, SessionId
+
+
+class Role(Enum):
+    FRONTEND = "frontend"
+    ROUTER = "router"
+    WORKER = "worker"
+    OPERATOR = "operator"
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Base of everything that is sent on its own."""
+
+
+class Part(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Base of everything that is sent inside a message."""
+
+
+class Hints(Part):
+    """What the client says about its turn (`nvext.agent_hints`, `cache_control`). Zero and empty mean unsaid."""
+
+    priority: int = 0
+    strict_priority: int = 0
+    osl: int = 0
+    latency_sensitivity: float = 0.0
+    speculative_prefill: bool = False
+    program_id: str = ""
+    context_type: str = ""
+    cache_ttl_s: float = 0.0
+
+
+class KvAction(Part):
+    action_id: str
+    action_type: str
+    action_version: str
+    payload: dict[str, Any]
+
+
+class KvHints(Part):
+    """The public KvHint envelope 0.1 (vLLM RFC 53421, SGLang RFC 36224); advisory, unknown actions are forwarded."""
+
+    actions: list[KvAction]
+    message_id: str
+    protocol_version: str = "0.1"
+
+
+class Usage(Part):
+    prompt_tokens: int
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+
+
+class Sampling(Part):
+    """How the engine picks tokens. Stop *strings* stay in the frontend; token ids to stop at come here."""
+
+    max_tokens: int
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stop_token_ids: list[int] = []
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    structured: dict[str, Any] | None = None
+    """Grammar for structured output, in the engine's own terms."""
+
+
+class Ring(Part):
+    """`members` are (router id, endpoint); see `fermata.core.ring`."""
+
+    epoch: int
+    members: list[tuple[str, str]]
+
+
+class SessionRecord(Part):
+    """What a worker remembers of a session whose KV it has, so that routers may forget."""
+
+    session: SessionId
+    parent: SessionId
+    key: RoutingKey
+    context_tokens: int
+    idle_s: float
+    """Since the last turn's finish; 0 with a turn in flight."""
+    finish_class: Literal["tool", "human"] = "tool"
+    reasoning: bool = False
+    paused: bool = False
+
+
+class Batch(Message, tag=1):
+    """What became ready for one destination in one loop turn: the inner messages' frames follow, `sizes[i]` each."""
+
+    sizes: list[int]
+
+
+class Fault(Message, tag=2):
+    """Typed answer to a message that could not be taken."""
+
+    code: Literal[
+        "malformed", "unknown_version", "oversized", "wrong_role", "wrong_type", "unknown_peer", "internal"
+    ]
+    message: str
+
+
+class Drain(Message, tag=3):
+    """Operator -> worker, router: take nothing new, finish or hand back what runs, then say drained."""
+
+    deadline_s: float
+
+
+class DrainStatus(Message, tag=4):
+    """Worker, router -> operator and routers. Safe to delete only when drained."""
+
+    state: Literal["serving", "draining", "drained"]
+    running: int
+
+
+class StatusRequest(Message, tag=5):
+    """Anyone with a link -> router, worker."""
+
+
+class Status(Message, tag=6):
+    """Counters and gauges by name, and facts that are no numbers (`policy`, `state`)."""
+
+    id: str
+    numbers: dict[str, float]
+    facts: dict[str, str]
