@@ -1,0 +1,160 @@
+"""RouterPolicy: how turns are scheduled. One immutable value, replaced whole by SetPolicy.
+
+Defaults are the measured ones (Dynamo's ThunderAgent plug-in and its KV router) unless a field says otherwise.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from fermata.core.spec.resource import (
+    Fraction,
+    Metadata,
+    NonNegativeInt,
+    PositiveInt,
+    Seconds,
+    SecondsOrZero,
+    Spec,
+    Weight,
+)
+
+
+class TierWeights(Spec):
+    """Credit of a cached block by where it lies; 1.0 is as good as on the device."""
+
+    device: Fraction = 1.0
+    host: Fraction = 0.75
+    disk: Fraction = 0.25
+    shared: Fraction = 0.5
+
+
+class KvAwareSpec(Spec):
+    """Cost of a slot: prefillScale * max(0, (pending + input) / block - credit) + decode blocks + weight * active."""
+
+    prefill_scale: Weight = 1.0
+    decode_request_weight: Weight = 0.0
+    tier_weights: TierWeights = TierWeights()
+    temperature: Annotated[float, Meta(ge=0.0, le=100.0)] = 0.0
+    """0 takes the cheapest slot; above, a softmax over normalised costs."""
+    balance: Annotated[float, Meta(ge=0.0, le=100.0)] | None = None
+    """Bounded load: no slot above (1 + balance) x the mean of the eligible ones. Absent: off."""
+
+
+class ThunderAgentSpec(Spec):
+    """Program scheduling (arXiv 2602.13692; Dynamo's parameters)."""
+
+    admission: Literal["Watermark", "Aimd"] = "Watermark"
+    pause_threshold: Fraction = 0.95
+    pause_target: Fraction = 0.80
+    resume_hysteresis: Fraction = 0.10
+    resume_timeout_s: Seconds = 1800.0
+    tick_s: Seconds = 5.0
+    buffer_tokens: NonNegativeInt = 100
+    pause_order: Literal[
+        "SmallestFirst", "IdlestFirst", "TokensPerIdleSecond", "DeclaredPriority"
+    ] = "SmallestFirst"
+
+
+class SchedulerSpec(Spec):
+    type: Literal["RoundRobin", "LeastLoaded", "KVAware", "ThunderAgent"] = "KVAware"
+    kv_aware: KvAwareSpec = KvAwareSpec()
+    thunder_agent: ThunderAgentSpec = ThunderAgentSpec()
+
+
+class AffinitySpec(Spec):
+    """Bind a session to the slot of its first successful dispatch."""
+
+    mode: Literal["None", "Soft", "Hard"] = "Soft"
+    ttl_s: Seconds = 1800.0
+    """From the end of the session's last turn."""
+
+
+class QueueSpec(Spec):
+    order: Literal["FCFS", "LCFS", "WSPT"] = "FCFS"
+    threshold: Annotated[float, Meta(gt=0.0)] | None = None
+    """Requests wait while every eligible slot has more pending prefill than this x max batched tokens. Absent: never."""
+    limit: PositiveInt = 1024
+    """Waiting turns a worker; beyond, 529."""
+    fair_wait_s: Seconds = 60.0
+
+
+class OverloadSpec(Spec):
+    no_worker_wait_s: SecondsOrZero = 60.0
+    decode_blocks: Fraction | None = None
+    """A slot is busy above this share of its KV blocks in use. Absent: never."""
+    prefill_tokens: Annotated[float, Meta(gt=0.0)] | None = None
+    """A slot is busy above this x max batched tokens of pending prefill. Absent: never."""
+
+
+class LivenessSpec(Spec):
+    """Limits on real machines, in real seconds whatever the deployment's speedup."""
+
+    heartbeat_s: Seconds = 1.0
+    worker_timeout_s: Seconds = 3.0
+    owner_timeout_s: Seconds = 5.0
+    stall_timeout_s: Seconds = 30.0
+    snapshot_wait_s: Seconds = 5.0
+
+
+class LeasesSpec(Spec):
+    dispatch_timeout_s: Seconds = 5.0
+    liveness: LivenessSpec = LivenessSpec()
+
+
+class KvSpec(Spec):
+    events: bool = True
+    """False: an approximate index learned from own grants."""
+    hints: bool = True
+    pinning: bool = False
+    speculative_prefill: bool = False
+    index_blocks: PositiveInt = 4_000_000
+    """Bound of the prefix index, in (block, slot) pairs."""
+
+
+class ProgramsSpec(Spec):
+    inferred: bool = True
+    """Anonymous turns that extend an earlier prompt continue its session."""
+    idle_timeout_s: Seconds = 1800.0
+
+
+class RouterPolicySpec(Spec):
+    scheduler: SchedulerSpec = SchedulerSpec()
+    session_affinity: AffinitySpec = AffinitySpec()
+    queue: QueueSpec = QueueSpec()
+    overload: OverloadSpec = OverloadSpec()
+    leases: LeasesSpec = LeasesSpec()
+    kv: KvSpec = KvSpec()
+    programs: ProgramsSpec = ProgramsSpec()
+
+    def problems(self) -> list[tuple[str, str, str]]:
+        """Cross-field rules: (field, what is wrong, the fix)."""
+        found: list[tuple[str, str, str]] = []
+        thunder = self.scheduler.thunder_agent
+        if thunder.pause_target > thunder.pause_threshold:
+            found.append((
+                "scheduler.thunderAgent.pauseTarget",
+                f"{thunder.pause_target} is above pauseThreshold {thunder.pause_threshold}",
+                "lower it to pauseThreshold or below",
+            ))  # fmt: skip
+        if thunder.resume_hysteresis > thunder.pause_threshold:
+            found.append((
+                "scheduler.thunderAgent.resumeHysteresis",
+                f"{thunder.resume_hysteresis} is above pauseThreshold {thunder.pause_threshold}",
+                "lower it to pauseThreshold or below",
+            ))  # fmt: skip
+        if self.scheduler.type == "ThunderAgent" and self.session_affinity.mode == "Hard":
+            found.append((
+                "sessionAffinity.mode",
+                "Hard affinity leaves ThunderAgent nowhere to resume a program",
+                "use Soft",
+            ))  # fmt: skip
+        return found
+
+
+class RouterPolicy(Spec):
+    api_version: Literal["fermata.dev/v1alpha1"]
+    kind: Literal["RouterPolicy"]
+    metadata: Metadata
+    spec: RouterPolicySpec = RouterPolicySpec()
