@@ -18,8 +18,14 @@ NonNegativeInt = Annotated[int, Meta(ge=0)]
 Name = Annotated[str, Meta(pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", max_length=63)]
 
 
+def manifest_name(field: str) -> str:
+    """`resume_timeout_s` -> `resumeTimeout`: durations in manifests are plain seconds, without the unit in the name."""
+    head, *rest = field.removesuffix("_s").split("_")
+    return head + "".join(part.capitalize() for part in rest)
+
+
 class Spec(
-    msgspec.Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True
+    msgspec.Struct, frozen=True, kw_only=True, rename=manifest_name, forbid_unknown_fields=True
 ):
     """Base of everything under `spec`."""
 
