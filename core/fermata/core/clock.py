@@ -1,9 +1,9 @@
 """One clock for a whole deployment.
 
-`now()` is deployment time in seconds: monotonic, and `speedup` times as fast as the wall. Everything
-modelled in time reads it: ticks, TTLs, holds, tool gaps, engine steps. Liveness between processes (heartbeats,
-dispatch time-outs) is about real machines, so shells multiply such limits by `speedup` before handing them
-to a pure core, which knows only `now`.
+`now()` is deployment time in seconds: monotonic, and `speedup` times as fast as the wall.
+Everything modelled in time reads it: ticks, TTLs, holds, tool gaps, engine steps. Liveness between
+processes (heartbeats, dispatch time-outs) is about real machines, so shells multiply such limits
+by `speedup` before handing them to a pure core, which knows only `now`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""Block and sequence hashes: Dynamo's scheme, so that traces interchange (golden vectors in tests/core).
+"""Block and sequence hashes: Dynamo's scheme, so that traces interchange (golden vectors in
+tests/core).
 
-A block hash is XXH3-64 over one full block of token ids, little-endian u32; the seed is 1337, moved by the
-LoRA name and the namespace. A sequence hash names a block *and everything before it*:
-`s[0] = h[0]`, `s[i] = XXH3-64(seed 1337, LE64(s[i-1]) || LE64(h[i]))`. The tail that fills no block has no hash.
+A block hash is XXH3-64 over one full block of token ids, little-endian u32; the seed is 1337,
+moved by the LoRA name and the namespace. A sequence hash names a block *and everything before it*:
+`s[0] = h[0]`, `s[i] = XXH3-64(seed 1337, LE64(s[i-1]) || LE64(h[i]))`. The tail that fills no
+block has no hash.
 
 Cost: about 0.2 us a block; continuing from the last known sequence hash costs only the new blocks.
 Router hashes are hints, 64 bits and not collision-resistant against an adversary who can choose the
@@ -13,8 +15,8 @@ from __future__ import annotations
 
 import sys
 from array import array
-from typing_extensions import Buffer
 
+from typing_extensions import Buffer
 from xxhash import xxh3_64_digest, xxh3_64_intdigest
 
 assert sys.byteorder == "little", "raw frames are little-endian and read in place"
@@ -72,7 +74,8 @@ def sequence_hashes(
         start = step
     else:
         link = parent.to_bytes(8, "little")
-    # Digests are big-endian in the library's canonical form, hence the reversals instead of int conversions.
+    # Digests are big-endian in the library's canonical form, hence the reversals instead of int
+    # conversions.
     for i in range(start, full, step):
         block = xxh3_64_digest(view[i : i + step], seed=seed)[::-1]
         value = xxh3_64_intdigest(link + block, seed=SEED)

@@ -1,7 +1,9 @@
-"""Names of things. Strings that come from clients are opaque bytes to us: capped, never parsed, never metric labels.
+"""Names of things. Strings that come from clients are opaque bytes to us: capped, never parsed,
+never metric labels.
 
-A lease id is one unsigned 64-bit integer, so that lists of leases travel as raw frames and a digest over
-them is cheap: router number (10 bits), router incarnation (22 bits), serial number (32 bits).
+A lease id is one unsigned 64-bit integer, so that lists of leases travel as raw frames and a
+digest over them is cheap: router number (10 bits), router incarnation (22 bits), serial number (32
+bits).
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ _ROUTER_BITS = 10
 
 @dataclass(frozen=True, slots=True, order=True)
 class Slot:
-    """One data-parallel rank of one worker: the unit of placement, of KV capacity and of the index."""
+    """One data-parallel rank of one worker: the unit of placement, of KV capacity and of the
+    index."""
 
     worker: WorkerId
     rank: int = 0

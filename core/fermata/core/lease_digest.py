@@ -1,6 +1,7 @@
 """Count and XOR over a set of live lease ids: two sides compare 16 bytes instead of their lists.
 
-Ids are mixed before the XOR: serials are consecutive, and {1, 2} and {4, 7} XOR to the same value raw.
+Ids are mixed before the XOR: serials are consecutive, and {1, 2} and {4, 7} XOR to the same value
+raw.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from fermata.core.ids import LeaseId
 
 
 class LeaseDigest:
-    """O(1) an update. Adding an id twice, or removing one that is not in, breaks it: callers hold the set."""
+    """O(1) an update. Adding an id twice, or removing one that is not in, breaks it: callers hold
+    the set."""
 
     __slots__ = ("count", "xor")
 

@@ -1,7 +1,8 @@
 """The numbered ring: which router answers for a routing key.
 
-Rendezvous hashing over the members of one epoch; the epoch number comes from the operator or `fermata up`, never from
-a frontend's own opinion. A member joining or leaving moves only its own share. O(members) a look-up; members are few.
+Rendezvous hashing over the members of one epoch; the epoch number comes from the operator or
+`fermata up`, never from a frontend's own opinion. A member joining or leaving moves only its own
+share. O(members) a look-up; members are few.
 """
 
 from __future__ import annotations
@@ -24,6 +25,4 @@ class Ring:
         if not self.members:
             raise LookupError("the ring has no router")
         raw = key.encode()
-        return max(
-            self.members, key=lambda m: (xxh3_64_intdigest(m.encode() + b"\0" + raw), m)
-        )
+        return max(self.members, key=lambda m: (xxh3_64_intdigest(m.encode() + b"\0" + raw), m))

@@ -1,8 +1,9 @@
 """A message and its raw frame to ZeroMQ frames and back.
 
-Frame 0 is one version byte, then the MessagePack array `[tag, fields...]` of the struct. Messages listed in `FRAME_ITEM_BYTES`
-are followed by one frame of raw little-endian integers, read in place. What is not understood raises a WireError
-that says why; the socket layer counts it and answers the caller.
+Frame 0 is one version byte, then the MessagePack array `[tag, fields...]` of the struct. Messages
+listed in `FRAME_ITEM_BYTES` are followed by one frame of raw little-endian integers, read in
+place. What is not understood raises a WireError that says why; the socket layer counts it and
+answers the caller.
 
 WireError
   UnknownVersion   another major version of us
@@ -51,7 +52,8 @@ class WrongRole(WireError):
 
 
 class Packet(NamedTuple):
-    """`frame` is empty for messages that carry none. Cast it: `frame.cast("I")` tokens, `frame.cast("Q")` hashes."""
+    """`frame` is empty for messages that carry none. Cast it: `frame.cast("I")` tokens,
+    `frame.cast("Q")` hashes."""
 
     message: Message
     frame: memoryview = EMPTY
@@ -60,7 +62,7 @@ class Packet(NamedTuple):
 _VERSION_BYTE = bytes([VERSION])
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(
-    Union[ANY]  # type: ignore[arg-type]  # noqa: UP007  # built from the closed set at import
+    Union[ANY]  # noqa: UP007  # built from the closed set at import
 )
 
 
@@ -80,7 +82,8 @@ def encode_batch(packets: Sequence[Sequence[Buffer]]) -> list[Buffer]:
 
 
 def decode(frames: Sequence[Buffer]) -> Iterator[Packet]:
-    """All packets of one multipart message. Raises WireError at the first that is wrong; what came before it stands."""
+    """All packets of one multipart message. Raises WireError at the first that is wrong; what came
+    before it stands."""
     if not frames:
         raise Malformed("no frame")
     first = _header(frames[0])
@@ -129,5 +132,7 @@ def _packet(message: Message, frames: Sequence[Buffer]) -> Packet:
     if len(frame) > MAX_FRAME_BYTES:
         raise Oversized(f"frame of {len(frame)} bytes, at most {MAX_FRAME_BYTES}")
     if len(frame) % item:
-        raise Malformed(f"{type(message).__name__} frame of {len(frame)} bytes is no multiple of {item}")
+        raise Malformed(
+            f"{type(message).__name__} frame of {len(frame)} bytes is no multiple of {item}"
+        )
     return Packet(message, frame)

@@ -1,6 +1,7 @@
 """The two resources as types: what `fermata up`, the operator, the routers and the CRDs all read.
 
-Fields are snake_case here and camelCase in manifests; this package is the one mapping place. Unknown fields are errors.
+Fields are snake_case here and camelCase in manifests; this package is the one mapping place.
+Unknown fields are errors.
 """
 
 from __future__ import annotations

@@ -17,12 +17,13 @@ from fermata.core.spec.resource import (
 )
 
 
-class ModelSpec(Spec):
+class ModelSpec(Spec, frozen=True):
     name: Annotated[str, Meta(min_length=1)]
     aliases: list[str] = []
     path: str = ""
-    """Folder with tokenizer.json, tokenizer_config.json and the chat template. Empty: the small model that ships with
-    Fermata (simulated engines only). A relative path is relative to the manifest."""
+    """Folder with tokenizer.json, tokenizer_config.json and the chat template. Empty: the small
+    model that ships with Fermata (simulated engines only). A relative path is relative to the
+    manifest."""
     context_length: PositiveInt = 131_072
     tool_call_parser: str = ""
     reasoning_parser: str = ""
@@ -30,7 +31,7 @@ class ModelSpec(Spec):
     """Path of a Jinja file that replaces the folder's own."""
 
 
-class TraceSpec(Spec):
+class TraceSpec(Spec, frozen=True):
     enabled: bool = False
     path: str = ".fermata/trace/fermata"
     """Prefix of the segments `PREFIX.NNNNNN.jsonl.gz`."""
@@ -38,7 +39,7 @@ class TraceSpec(Spec):
     """Uncompressed bytes after which a segment is closed."""
 
 
-class FrontendSpec(Spec):
+class FrontendSpec(Spec, frozen=True):
     replicas: PositiveInt = 1
     """On one machine replica i listens on port + i."""
     processes: PositiveInt = 1
@@ -49,28 +50,29 @@ class FrontendSpec(Spec):
     session_cache_bytes: PositiveInt = 268_435_456
 
 
-class RouterSpec(Spec):
+class RouterSpec(Spec, frozen=True):
     replicas: PositiveInt = 1
 
 
-class ClockSpec(Spec):
+class ClockSpec(Spec, frozen=True):
     speedup: Annotated[float, Meta(gt=0.0, le=10_000.0)] = 1.0
     """Deployment seconds a wall second; other than 1 only with simulated engines."""
 
 
-class Echo(Spec, tag="Echo", tag_field="type"):
+class Echo(Spec, frozen=True, tag="Echo", tag_field="type"):
     """Says the last user or tool message back."""
 
 
-class Lorem(Spec, tag="Lorem", tag_field="type"):
+class Lorem(Spec, frozen=True, tag="Lorem", tag_field="type"):
     """Words seeded by the prompt."""
 
     tokens: PositiveInt = 128
     """Length where the request names no max_tokens."""
 
 
-class Script(Spec, tag="Script", tag_field="type"):
-    """Speaks by rules from a YAML file: `rules: [{when: REGEX, say: TEXT, delayS: 0, times: N}]`."""
+class Script(Spec, frozen=True, tag="Script", tag_field="type"):
+    """Speaks by rules from a YAML file: `rules: [{when: REGEX, say: TEXT, delayS: 0, times:
+    N}]`."""
 
     path: Annotated[str, Meta(min_length=1)]
 
@@ -78,11 +80,12 @@ class Script(Spec, tag="Script", tag_field="type"):
 Responder = Echo | Lorem | Script
 
 
-class TimingSpec(Spec):
+class TimingSpec(Spec, frozen=True):
     """Milliseconds of an engine step.
 
-    prefill = a T^2 + b T + c for T new prompt tokens in the step (0 for none); decode = max(1, d p^2 + e p + f) with
-    p the share of KV in use (0 when nothing decodes). Defaults: Dynamo's mocker 1.6.1.
+    prefill = a T^2 + b T + c for T new prompt tokens in the step (0 for none); decode = max(1, d
+    p^2 + e p + f) with p the share of KV in use (0 when nothing decodes). Defaults: Dynamo's
+    mocker 1.6.1.
     """
 
     prefill_quadratic: float = 4.21e-7
@@ -93,7 +96,7 @@ class TimingSpec(Spec):
     decode_constant: float = 5.74
 
 
-class SimulatedSpec(Spec):
+class SimulatedSpec(Spec, frozen=True):
     kv_blocks: PositiveInt = 16_384
     """Pages of `blockSize` tokens, a rank."""
     max_sequences: PositiveInt = 256
@@ -107,7 +110,7 @@ class SimulatedSpec(Spec):
     startup_s: SecondsOrZero = 0.0
 
 
-class WorkerGroupSpec(Spec):
+class WorkerGroupSpec(Spec, frozen=True):
     name: Name
     role: Literal["Aggregated", "Prefill", "Decode"] = "Aggregated"
     engine: Literal["VLLM", "SGLang", "Simulated"] = "Simulated"
@@ -122,12 +125,12 @@ class WorkerGroupSpec(Spec):
     simulated: SimulatedSpec = SimulatedSpec()
 
 
-class SecuritySpec(Spec):
+class SecuritySpec(Spec, frozen=True):
     curve: bool = False
     """CURVE encryption and authentication between all parts."""
 
 
-class AgentDeploymentSpec(Spec):
+class AgentDeploymentSpec(Spec, frozen=True):
     model: ModelSpec
     workers: Annotated[list[WorkerGroupSpec], Meta(min_length=1)]
     router_policy_ref: Name | None = None
@@ -145,25 +148,34 @@ class AgentDeploymentSpec(Spec):
         for i, group in enumerate(self.workers):
             at = f"workers[{i}]"
             if group.name in names:
-                found.append((f"{at}.name", f"{group.name!r} is used twice", "give each group its own name"))
+                found.append(
+                    (f"{at}.name", f"{group.name!r} is used twice", "give each group its own name")
+                )
             names.add(group.name)
             if self.routing_block_size % group.block_size:
                 found.append((
                     f"{at}.blockSize",
-                    f"{group.block_size} does not divide routingBlockSize {self.routing_block_size}",
+                    f"{group.block_size} does not divide "
+                    f"routingBlockSize {self.routing_block_size}",
                     "use a divisor of routingBlockSize",
                 ))  # fmt: skip
             if group.engine != "Simulated" and self.clock.speedup != 1.0:
-                found.append(("clock.speedup", f"group {group.name!r} is a real engine", "set it to 1"))
+                found.append(
+                    ("clock.speedup", f"group {group.name!r} is a real engine", "set it to 1")
+                )
             if group.engine != "Simulated" and not self.model.path:
-                found.append(("model.path", f"group {group.name!r} is a real engine", "name the model's folder"))
+                found.append(
+                    (
+                        "model.path",
+                        f"group {group.name!r} is a real engine",
+                        "name the model's folder",
+                    )
+                )
         return found
 
 
-class AgentDeployment(Spec):
+class AgentDeployment(Spec, frozen=True):
     api_version: Literal["fermata.dev/v1alpha1"]
     kind: Literal["AgentDeployment"]
     metadata: Metadata
     spec: AgentDeploymentSpec
-
-

@@ -19,7 +19,8 @@ Name = Annotated[str, Meta(pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", max_lengt
 
 
 def manifest_name(field: str) -> str:
-    """`resume_timeout_s` -> `resumeTimeout`: durations in manifests are plain seconds, without the unit in the name."""
+    """`resume_timeout_s` -> `resumeTimeout`: durations in manifests are plain seconds, without the
+    unit in the name."""
     head, *rest = field.removesuffix("_s").split("_")
     return head + "".join(part.capitalize() for part in rest)
 

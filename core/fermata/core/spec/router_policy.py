@@ -1,6 +1,7 @@
 """RouterPolicy: how turns are scheduled. One immutable value, replaced whole by SetPolicy.
 
-Defaults are the measured ones (Dynamo's ThunderAgent plug-in and its KV router) unless a field says otherwise.
+Defaults are the measured ones (Dynamo's ThunderAgent plug-in and its KV router) unless a field
+says otherwise.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from fermata.core.spec.resource import (
 )
 
 
-class TierWeights(Spec):
+class TierWeights(Spec, frozen=True):
     """Credit of a cached block by where it lies; 1.0 is as good as on the device."""
 
     device: Fraction = 1.0
@@ -30,8 +31,9 @@ class TierWeights(Spec):
     shared: Fraction = 0.5
 
 
-class KvAwareSpec(Spec):
-    """Cost of a slot: prefillScale * max(0, (pending + input) / block - credit) + decode blocks + weight * active."""
+class KvAwareSpec(Spec, frozen=True):
+    """Cost of a slot: prefillScale * max(0, (pending + input) / block - credit) + decode blocks +
+    weight * active."""
 
     prefill_scale: Weight = 1.0
     decode_request_weight: Weight = 0.0
@@ -42,7 +44,7 @@ class KvAwareSpec(Spec):
     """Bounded load: no slot above (1 + balance) x the mean of the eligible ones. Absent: off."""
 
 
-class ThunderAgentSpec(Spec):
+class ThunderAgentSpec(Spec, frozen=True):
     """Program scheduling (arXiv 2602.13692; Dynamo's parameters)."""
 
     admission: Literal["Watermark", "Aimd"] = "Watermark"
@@ -57,13 +59,13 @@ class ThunderAgentSpec(Spec):
     ] = "SmallestFirst"
 
 
-class SchedulerSpec(Spec):
+class SchedulerSpec(Spec, frozen=True):
     type: Literal["RoundRobin", "LeastLoaded", "KVAware", "ThunderAgent"] = "KVAware"
     kv_aware: KvAwareSpec = KvAwareSpec()
     thunder_agent: ThunderAgentSpec = ThunderAgentSpec()
 
 
-class AffinitySpec(Spec):
+class AffinitySpec(Spec, frozen=True):
     """Bind a session to the slot of its first successful dispatch."""
 
     mode: Literal["None", "Soft", "Hard"] = "Soft"
@@ -71,16 +73,17 @@ class AffinitySpec(Spec):
     """From the end of the session's last turn."""
 
 
-class QueueSpec(Spec):
+class QueueSpec(Spec, frozen=True):
     order: Literal["FCFS", "LCFS", "WSPT"] = "FCFS"
     threshold: Annotated[float, Meta(gt=0.0)] | None = None
-    """Requests wait while every eligible slot has more pending prefill than this x max batched tokens. Absent: never."""
+    """Requests wait while every eligible slot has more pending prefill than this x max batched
+    tokens. Absent: never."""
     limit: PositiveInt = 1024
     """Waiting turns a worker; beyond, 529."""
     fair_wait_s: Seconds = 60.0
 
 
-class OverloadSpec(Spec):
+class OverloadSpec(Spec, frozen=True):
     no_worker_wait_s: SecondsOrZero = 60.0
     decode_blocks: Fraction | None = None
     """A slot is busy above this share of its KV blocks in use. Absent: never."""
@@ -88,7 +91,7 @@ class OverloadSpec(Spec):
     """A slot is busy above this x max batched tokens of pending prefill. Absent: never."""
 
 
-class LivenessSpec(Spec):
+class LivenessSpec(Spec, frozen=True):
     """Limits on real machines, in real seconds whatever the deployment's speedup."""
 
     heartbeat_s: Seconds = 1.0
@@ -98,12 +101,12 @@ class LivenessSpec(Spec):
     snapshot_wait_s: Seconds = 5.0
 
 
-class LeasesSpec(Spec):
+class LeasesSpec(Spec, frozen=True):
     dispatch_timeout_s: Seconds = 5.0
     liveness: LivenessSpec = LivenessSpec()
 
 
-class KvSpec(Spec):
+class KvSpec(Spec, frozen=True):
     events: bool = True
     """False: an approximate index learned from own grants."""
     hints: bool = True
@@ -113,13 +116,13 @@ class KvSpec(Spec):
     """Bound of the prefix index, in (block, slot) pairs."""
 
 
-class ProgramsSpec(Spec):
+class ProgramsSpec(Spec, frozen=True):
     inferred: bool = True
     """Anonymous turns that extend an earlier prompt continue its session."""
     idle_timeout_s: Seconds = 1800.0
 
 
-class RouterPolicySpec(Spec):
+class RouterPolicySpec(Spec, frozen=True):
     scheduler: SchedulerSpec = SchedulerSpec()
     session_affinity: AffinitySpec = AffinitySpec()
     queue: QueueSpec = QueueSpec()
@@ -153,7 +156,7 @@ class RouterPolicySpec(Spec):
         return found
 
 
-class RouterPolicy(Spec):
+class RouterPolicy(Spec, frozen=True):
     api_version: Literal["fermata.dev/v1alpha1"]
     kind: Literal["RouterPolicy"]
     metadata: Metadata

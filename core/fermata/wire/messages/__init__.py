@@ -133,7 +133,8 @@ ANY: tuple[type[Message], ...] = (
     Hello, Heartbeat, Bye, Route, Progress, LeaseClaims, LeaseList, KvEvents, SnapshotChunk,
     LoadReport, SetPolicy, Handover,
     # To a frontend (Welcome, HeartbeatAck, LeaseListRequest and Revoke go to workers too)
-    Welcome, HeartbeatAck, LeaseListRequest, Revoke, Grant, Hold, Reject, Moved, Accepted, Refused, Output,
+    Welcome, HeartbeatAck, LeaseListRequest, Revoke, Grant, Hold, Reject, Moved, Accepted, Refused,
+    Output,
     # To a worker
     Generate, Abort, Fence, SnapshotRequest, HintPush,
     # To the operator
@@ -144,5 +145,6 @@ FRAME_ITEM_BYTES: dict[type[Message], int] = {
     # u32 token ids
     Generate: 4, Output: 4,
     # u64 hashes or lease ids
-    Route: 8, LeaseClaims: 8, LeaseList: 8, KvEvents: 8, SnapshotChunk: 8, Revoke: 8, Abort: 8, Handover: 8,
+    Route: 8, LeaseClaims: 8, LeaseList: 8, KvEvents: 8, SnapshotChunk: 8, Revoke: 8, Abort: 8,
+    Handover: 8,
 }  # fmt: skip

@@ -1,7 +1,8 @@
 """Parts shared by messages, and the messages that any role may get.
 
 All structs are `array_like`: a later version appends fields with defaults, and an older peer
-ignores the tail. Integers that come in thousands are never fields: they travel in the raw frame after the header.
+ignores the tail. Integers that come in thousands are never fields: they travel in the raw frame
+after the header.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ class Part(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Base of everything that is sent inside a message."""
 
 
-class Hints(Part):
-    """What the client says about its turn (`nvext.agent_hints`, `cache_control`). Zero and empty mean unsaid."""
+class Hints(Part, frozen=True):
+    """What the client says about its turn (`nvext.agent_hints`, `cache_control`). Zero and empty
+    mean unsaid."""
 
     priority: int = 0
     strict_priority: int = 0
@@ -42,29 +44,31 @@ class Hints(Part):
     cache_ttl_s: float = 0.0
 
 
-class KvAction(Part):
+class KvAction(Part, frozen=True):
     action_id: str
     action_type: str
     action_version: str
     payload: dict[str, Any]
 
 
-class KvHints(Part):
-    """The public KvHint envelope 0.1 (vLLM RFC 53421, SGLang RFC 36224); advisory, unknown actions are forwarded."""
+class KvHints(Part, frozen=True):
+    """The public KvHint envelope 0.1 (vLLM RFC 53421, SGLang RFC 36224); advisory, unknown actions
+    are forwarded."""
 
     actions: list[KvAction]
     message_id: str
     protocol_version: str = "0.1"
 
 
-class Usage(Part):
+class Usage(Part, frozen=True):
     prompt_tokens: int
     completion_tokens: int = 0
     cached_tokens: int = 0
 
 
-class Sampling(Part):
-    """How the engine picks tokens. Stop *strings* stay in the frontend; token ids to stop at come here."""
+class Sampling(Part, frozen=True):
+    """How the engine picks tokens. Stop *strings* stay in the frontend; token ids to stop at come
+    here."""
 
     max_tokens: int
     min_tokens: int = 0
@@ -83,14 +87,14 @@ class Sampling(Part):
     """Grammar for structured output, in the engine's own terms."""
 
 
-class Ring(Part):
+class Ring(Part, frozen=True):
     """`members` are (router id, endpoint); see `fermata.core.ring`."""
 
     epoch: int
     members: list[tuple[str, str]]
 
 
-class SessionRecord(Part):
+class SessionRecord(Part, frozen=True):
     """What a worker remembers of a session whose KV it has, so that routers may forget."""
 
     session: SessionId
@@ -104,39 +108,47 @@ class SessionRecord(Part):
     paused: bool = False
 
 
-class Batch(Message, tag=1):
-    """What became ready for one destination in one loop turn: the inner messages' frames follow, `sizes[i]` each."""
+class Batch(Message, frozen=True, tag=1):
+    """What became ready for one destination in one loop turn: the inner messages' frames follow,
+    `sizes[i]` each."""
 
     sizes: list[int]
 
 
-class Fault(Message, tag=2):
+class Fault(Message, frozen=True, tag=2):
     """Typed answer to a message that could not be taken."""
 
     code: Literal[
-        "malformed", "unknown_version", "oversized", "wrong_role", "wrong_type", "unknown_peer", "internal"
+        "malformed",
+        "unknown_version",
+        "oversized",
+        "wrong_role",
+        "wrong_type",
+        "unknown_peer",
+        "internal",
     ]
     message: str
 
 
-class Drain(Message, tag=3):
-    """Operator -> worker, router: take nothing new, finish or hand back what runs, then say drained."""
+class Drain(Message, frozen=True, tag=3):
+    """Operator -> worker, router: take nothing new, finish or hand back what runs, then say
+    drained."""
 
     deadline_s: float
 
 
-class DrainStatus(Message, tag=4):
+class DrainStatus(Message, frozen=True, tag=4):
     """Worker, router -> operator and routers. Safe to delete only when drained."""
 
     state: Literal["serving", "draining", "drained"]
     running: int
 
 
-class StatusRequest(Message, tag=5):
+class StatusRequest(Message, frozen=True, tag=5):
     """Anyone with a link -> router, worker."""
 
 
-class Status(Message, tag=6):
+class Status(Message, frozen=True, tag=6):
     """Counters and gauges by name, and facts that are no numbers (`policy`, `state`)."""
 
     id: str

@@ -1,4 +1,5 @@
-"""Messages to a frontend. Welcome, HeartbeatAck, LeaseListRequest and Revoke go to workers as well."""
+"""Messages to a frontend. Welcome, HeartbeatAck, LeaseListRequest and Revoke go to workers as
+well."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from fermata.core.ids import LeaseId, RequestId, RouterId, WorkerId
 from fermata.wire.messages.common import KvHints, Message, Part, Ring
 
 
-class Welcome(Message, tag=30):
+class Welcome(Message, frozen=True, tag=30):
     """Answer to Hello."""
 
     router: RouterId
@@ -22,7 +23,7 @@ class Welcome(Message, tag=30):
     """Admitted workers that can take a turn now."""
 
 
-class HeartbeatAck(Message, tag=31):
+class HeartbeatAck(Message, frozen=True, tag=31):
     known: bool
     """False: say Hello again (the router booted, or took the sender for dead)."""
     ring_epoch: int
@@ -30,22 +31,27 @@ class HeartbeatAck(Message, tag=31):
     workers_ready: int
 
 
-class LeaseListRequest(Message, tag=32):
+class LeaseListRequest(Message, frozen=True, tag=32):
     """The digests differed twice: send LeaseList."""
 
 
-class Revoke(Message, tag=33):
+class Revoke(Message, frozen=True, tag=33):
     """These leases no longer hold. Frame: u64 lease ids.
 
     To a frontend: route the turns again. To a worker: abort them.
     """
 
     reason: Literal[
-        "worker_lost", "worker_stalled", "worker_draining", "owner_lost", "dispatch_timeout", "unknown"
+        "worker_lost",
+        "worker_stalled",
+        "worker_draining",
+        "owner_lost",
+        "dispatch_timeout",
+        "unknown",
     ]
 
 
-class Grant(Message, tag=34):
+class Grant(Message, frozen=True, tag=34):
     request: RequestId
     attempt: int
     lease: LeaseId
@@ -63,8 +69,9 @@ class Grant(Message, tag=34):
     hold_reason: str = ""
 
 
-class Hold(Message, tag=35):
-    """The turn waits; the client must be kept alive. Sent once when the wait begins, again when its reason changes."""
+class Hold(Message, frozen=True, tag=35):
+    """The turn waits; the client must be kept alive. Sent once when the wait begins, again when
+    its reason changes."""
 
     request: RequestId
     attempt: int
@@ -73,15 +80,17 @@ class Hold(Message, tag=35):
     """From now: then it is placed by force, or rejected."""
 
 
-class Reject(Message, tag=36):
+class Reject(Message, frozen=True, tag=36):
     request: RequestId
     attempt: int
-    code: Literal["overloaded", "no_worker", "invalid_request", "context_length_exceeded", "not_found"]
+    code: Literal[
+        "overloaded", "no_worker", "invalid_request", "context_length_exceeded", "not_found"
+    ]
     message: str
     retry_after_s: float = 0.0
 
 
-class Moved(Message, tag=37):
+class Moved(Message, frozen=True, tag=37):
     """This router does not answer for the key: ask the one the ring names."""
 
     request: RequestId
@@ -89,14 +98,14 @@ class Moved(Message, tag=37):
     ring: Ring
 
 
-class Accepted(Message, tag=38):
+class Accepted(Message, frozen=True, tag=38):
     """The engine has the request."""
 
     lease: LeaseId
     attempt: int
 
 
-class Refused(Message, tag=39):
+class Refused(Message, frozen=True, tag=39):
     """The worker will not run it. `fenced`: the owner was declared dead and must say Hello anew."""
 
     lease: LeaseId
@@ -105,11 +114,12 @@ class Refused(Message, tag=39):
     message: str
 
 
-class OutputEntry(Part):
+class OutputEntry(Part, frozen=True):
     lease: LeaseId
     attempt: int
     first: int
-    """Index of its first token within the attempt; repeats are dropped, a gap means a lost worker."""
+    """Index of its first token within the attempt; repeats are dropped, a gap means a lost
+    worker."""
     count: int
     cached_tokens: int = -1
     """Prompt tokens found in cache; -1 until known."""
@@ -121,7 +131,7 @@ class OutputEntry(Part):
     """Per token: (token, logprob), the sampled one first."""
 
 
-class Output(Message, tag=40):
+class Output(Message, frozen=True, tag=40):
     """What the engine made since the last one. Frame: u32 token ids, entry after entry."""
 
     entries: list[OutputEntry]

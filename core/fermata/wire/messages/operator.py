@@ -5,7 +5,7 @@ from __future__ import annotations
 from fermata.wire.messages.common import Message
 
 
-class PolicyAck(Message, tag=60):
+class PolicyAck(Message, frozen=True, tag=60):
     uid: str
     generation: int
     revision: int

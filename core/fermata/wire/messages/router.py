@@ -17,7 +17,7 @@ from fermata.wire.messages.common import Hints, Message, Part, Ring, SessionReco
 Tier = Literal["device", "host", "disk", "shared"]
 
 
-class WorkerInfo(Part):
+class WorkerInfo(Part, frozen=True):
     """What a worker can do. Capacities are per rank."""
 
     endpoint: str
@@ -38,10 +38,12 @@ class WorkerInfo(Part):
     """`kv_events`, `priority`, `lora`, `hints`, `script_inputs` (wants Generate.script_inputs)."""
 
 
-class Hello(Message, tag=10):
-    """First on every link to a router, and again after `HeartbeatAck.known` is false. Answered by Welcome.
+class Hello(Message, frozen=True, tag=10):
+    """First on every link to a router, and again after `HeartbeatAck.known` is false. Answered by
+    Welcome.
 
-    A frontend follows with LeaseClaims for the leases it owns, a worker with LeaseList and, when asked, snapshots.
+    A frontend follows with LeaseClaims for the leases it owns, a worker with LeaseList and, when
+    asked, snapshots.
     """
 
     role: Literal["frontend", "worker", "operator", "router"]
@@ -50,12 +52,14 @@ class Hello(Message, tag=10):
     worker: WorkerInfo | None = None
 
 
-class Heartbeat(Message, tag=11):
-    """Each second. `count` and `xor` are the LeaseDigest of live leases of this router with an id <= `seen`.
+class Heartbeat(Message, frozen=True, tag=11):
+    """Each second. `count` and `xor` are the LeaseDigest of live leases of this router with an id
+    <= `seen`.
 
-    `seen` is the highest lease id of the router's present incarnation that arrived: leases granted later are still
-    under way and compare as absent. Leases of the router's earlier incarnations count too. A worker, which learns
-    of leases from frontends, sends `seen` = 0 and is reconciled by the list (`LeaseListRequest`).
+    `seen` is the highest lease id of the router's present incarnation that arrived: leases granted
+    later are still under way and compare as absent. Leases of the router's earlier incarnations
+    count too. A worker, which learns of leases from frontends, sends `seen` = 0 and is reconciled
+    by the list (`LeaseListRequest`).
     """
 
     incarnation: int
@@ -63,16 +67,18 @@ class Heartbeat(Message, tag=11):
     count: int
     xor: int
     events: list[int] = []
-    """Worker: last emitted KV event sequence of each rank (-1: none), so that a lost tail is found within a second."""
+    """Worker: last emitted KV event sequence of each rank (-1: none), so that a lost tail is found
+    within a second."""
 
 
-class Bye(Message, tag=12):
+class Bye(Message, frozen=True, tag=12):
     incarnation: int
     reason: str = ""
 
 
-class Route(Message, tag=13):
-    """Place a turn. Frame: u64 sequence hashes of its full routing blocks. Idempotent by (owner, request, attempt)."""
+class Route(Message, frozen=True, tag=13):
+    """Place a turn. Frame: u64 sequence hashes of its full routing blocks. Idempotent by (owner,
+    request, attempt)."""
 
     request: RequestId
     attempt: int
@@ -102,7 +108,7 @@ class Route(Message, tag=13):
     """Already waited with another router or an earlier incarnation: kept as queue age."""
 
 
-class LeaseProgress(Part):
+class LeaseProgress(Part, frozen=True):
     lease: LeaseId
     kind: Literal["accepted", "prefilled", "tokens", "finished", "cancelled", "failed"]
     """`finished`, `cancelled` and `failed` end the lease; anything after that is ignored."""
@@ -112,14 +118,15 @@ class LeaseProgress(Part):
     reason: str = ""
     """finished: stop, length, tool_calls...; failed: refused, worker_lost, gap..."""
     event_sequence: int = -1
-    """finished: the rank's KV event sequence when the last token went out; the promise ends once it is applied."""
+    """finished: the rank's KV event sequence when the last token went out; the promise ends once
+    it is applied."""
 
 
-class Progress(Message, tag=14):
+class Progress(Message, frozen=True, tag=14):
     entries: list[LeaseProgress]
 
 
-class LeaseClaim(Part):
+class LeaseClaim(Part, frozen=True):
     lease: LeaseId
     request: RequestId
     attempt: int
@@ -136,39 +143,41 @@ class LeaseClaim(Part):
     parent: SessionId = SessionId("")
 
 
-class LeaseClaims(Message, tag=15):
-    """A frontend resends what it owns, to a router that booted. Frame: u64 sequence hashes, claim after claim."""
+class LeaseClaims(Message, frozen=True, tag=15):
+    """A frontend resends what it owns, to a router that booted. Frame: u64 sequence hashes, claim
+    after claim."""
 
     claims: list[LeaseClaim]
     last: bool = True
 
 
-class LeaseList(Message, tag=16):
+class LeaseList(Message, frozen=True, tag=16):
     """All live leases of this router at its sender, up to `seen`. Frame: u64 lease ids.
 
-    A frontend's list is final: what either side lacks ends. A worker's list names what its engine runs; the router
-    revokes those it does not know (any more).
+    A frontend's list is final: what either side lacks ends. A worker's list names what its engine
+    runs; the router revokes those it does not know (any more).
     """
 
     seen: int = 0
 
 
-class KvStored(Part, tag=0):
-    """A run of consecutive blocks that became visible on the rank. `parent`: sequence hash before the run, or None."""
+class KvStored(Part, frozen=True, tag=0):
+    """A run of consecutive blocks that became visible on the rank. `parent`: sequence hash before
+    the run, or None."""
 
     parent: int | None
     count: int
     tier: Tier = "device"
 
 
-class KvRemoved(Part, tag=1):
+class KvRemoved(Part, frozen=True, tag=1):
     """The rank's last copy of each is gone."""
 
     count: int
     tier: Tier = "device"
 
 
-class KvCleared(Part, tag=2):
+class KvCleared(Part, frozen=True, tag=2):
     """Everything of the rank went; of one tier when named."""
 
     tier: Tier | None = None
@@ -177,18 +186,21 @@ class KvCleared(Part, tag=2):
 KvEvent = KvStored | KvRemoved | KvCleared
 
 
-class KvEvents(Message, tag=17):
-    """Event i has sequence `first + i`; sequences of a rank have no gap. Frame: u64 sequence hashes, event by event."""
+class KvEvents(Message, frozen=True, tag=17):
+    """Event i has sequence `first + i`; sequences of a rank have no gap. Frame: u64 sequence
+    hashes, event by event."""
 
     rank: int
     first: int
     events: list[KvEvent]
 
 
-class SnapshotChunk(Message, tag=18):
-    """The worker's own index of one rank as of `sequence` (last emitted, -1: none), taken in one turn of its loop.
+class SnapshotChunk(Message, frozen=True, tag=18):
+    """The worker's own index of one rank as of `sequence` (last emitted, -1: none), taken in one
+    turn of its loop.
 
-    Frame: u64 sequence hashes of `stored`, run after run. The router swaps the rank in with the last chunk.
+    Frame: u64 sequence hashes of `stored`, run after run. The router swaps the rank in with the
+    last chunk.
     """
 
     rank: int
@@ -200,7 +212,7 @@ class SnapshotChunk(Message, tag=18):
     sessions: list[SessionRecord] = []
 
 
-class RouterLoad(Part):
+class RouterLoad(Part, frozen=True):
     """Load of one rank that came through one router, by that router's number."""
 
     router: int
@@ -209,25 +221,27 @@ class RouterLoad(Part):
     charged_tokens: int
 
 
-class RankLoad(Part):
+class RankLoad(Part, frozen=True):
     rank: int
     running: int
     waiting: int
     kv_used: dict[str, int]
     """Pages in use (referenced) per tier."""
     steps: int
-    """Engine steps so far; requests running and no step for `stallTimeout` means a stalled worker."""
+    """Engine steps so far; requests running and no step for `stallTimeout` means a stalled
+    worker."""
     routers: list[RouterLoad] = []
     share_tokens: int = 0
     """The addressed router's share of the rank's KV budget."""
 
 
-class LoadReport(Message, tag=19):
+class LoadReport(Message, frozen=True, tag=19):
     ranks: list[RankLoad]
 
 
-class SetPolicy(Message, tag=20):
-    """The whole policy. `revision` is the operator's own, growing number and the order; lower ones are refused."""
+class SetPolicy(Message, frozen=True, tag=20):
+    """The whole policy. `revision` is the operator's own, growing number and the order; lower ones
+    are refused."""
 
     uid: str
     generation: int
@@ -237,14 +251,15 @@ class SetPolicy(Message, tag=20):
     ring: Ring
 
 
-class HeldTurn(Part):
+class HeldTurn(Part, frozen=True):
     owner: OwnerId
     request: RequestId
     waited_s: float
 
 
-class Handover(Message, tag=21):
-    """Router -> router: what moved with a ring epoch. Frame: u64, reserved for the turns' hashes."""
+class Handover(Message, frozen=True, tag=21):
+    """Router -> router: what moved with a ring epoch. Frame: u64, reserved for the turns'
+    hashes."""
 
     epoch: int
     programs: list[SessionRecord]

@@ -8,8 +8,9 @@ from fermata.core.ids import LeaseId, OwnerId, RequestId, RoutingKey, SessionId
 from fermata.wire.messages.common import KvHints, Message, Sampling
 
 
-class Generate(Message, tag=50):
-    """Run one attempt of a turn. Frame: u32 prompt tokens, the `resumed` output tokens of earlier attempts at its end.
+class Generate(Message, frozen=True, tag=50):
+    """Run one attempt of a turn. Frame: u32 prompt tokens, the `resumed` output tokens of earlier
+    attempts at its end.
 
     Answered by Accepted or Refused, then Output.
     """
@@ -37,27 +38,29 @@ class Generate(Message, tag=50):
     transfer: dict[str, Any] | None = None
     """Prefill/decode transfer parameters, opaque to the frontend."""
     script_inputs: list[str] = []
-    """Only for a worker with that feature (a simulated responder): text of the last user or tool message before each
-    assistant turn of the history, oldest first, then that of this turn."""
+    """Only for a worker with that feature (a simulated responder): text of the last user or tool
+    message before each assistant turn of the history, oldest first, then that of this turn."""
 
 
-class Abort(Message, tag=51):
-    """Frame: u64 lease ids. Unknown ones are ignored; a last Output with finish `abort` follows for the others."""
+class Abort(Message, frozen=True, tag=51):
+    """Frame: u64 lease ids. Unknown ones are ignored; a last Output with finish `abort` follows
+    for the others."""
 
 
-class Fence(Message, tag=52):
-    """The owner is dead up to this incarnation: its later Generates are refused, what it runs is aborted."""
+class Fence(Message, frozen=True, tag=52):
+    """The owner is dead up to this incarnation: its later Generates are refused, what it runs is
+    aborted."""
 
     owner: OwnerId
     incarnation: int
 
 
-class SnapshotRequest(Message, tag=53):
+class SnapshotRequest(Message, frozen=True, tag=53):
     rank: int
     request: int
 
 
-class HintPush(Message, tag=54):
+class HintPush(Message, frozen=True, tag=54):
     """A KV hint that goes with no Grant."""
 
     rank: int

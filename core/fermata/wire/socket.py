@@ -1,0 +1,434 @@
+"""The only module that imports zmq: a Listener (ROUTER) and Links (DEALER) that live in one event
+loop.
+
+Receiving: the socket's descriptor wakes the loop, then it is drained until EAGAIN, at most
+`DRAIN_LIMIT` messages a turn of the loop (awaiting messages one by one is 25 times dearer under
+backlog). The descriptor is edge-triggered, so the events are asked again after every send too.
+
+Sending: what is sent to one destination in one turn of the loop leaves as one multipart message. A
+destination that does not read (EAGAIN) keeps its outbox, bounded in bytes; beyond the bound `send`
+returns False and the caller keeps the message. ROUTER_MANDATORY is on: without it a full pipe
+drops silently.
+
+Garbage is counted by kind, answered with a Fault where there is a caller, and never ends the
+process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+
+import zmq
+from typing_extensions import Buffer
+
+from fermata.wire.codec import (
+    MAX_BATCH,
+    MAX_FRAME_BYTES,
+    Malformed,
+    Packet,
+    WireError,
+    WrongRole,
+    decode,
+    encode,
+    encode_batch,
+    fault,
+)
+from fermata.wire.messages import Fault, Message, Role
+from fermata.wire.roles import Kinds, Peer, allowed, allowed_to
+
+__all__ = ["Link", "Listener", "Packet", "Peer", "WireCounters", "new_context"]
+
+log = logging.getLogger(__name__)
+
+HIGH_WATER_MARK = 1000
+OUTBOX_BYTES = 8 << 20
+DRAIN_LIMIT = 256
+RETRY_FIRST_S = 0.002
+RETRY_MOST_S = 0.1
+
+
+@dataclass(slots=True)
+class WireCounters:
+    received: int = 0
+    sent: int = 0
+    malformed: int = 0
+    unknown_version: int = 0
+    oversized: int = 0
+    wrong_role: int = 0
+    again: int = 0
+    """Sends put off because the peer does not read."""
+    refused: int = 0
+    """Sends not taken because the outbox was full."""
+    unreachable: int = 0
+    handler_errors: int = 0
+
+    def numbers(self) -> dict[str, float]:
+        return {f"wire_{f.name}": float(getattr(self, f.name)) for f in fields(self)}
+
+
+def new_context() -> zmq.Context[zmq.Socket[bytes]]:
+    return zmq.Context()
+
+
+class _Outbox:
+    """What one destination has not been sent yet. `blocked` from the first EAGAIN until it
+    drained."""
+
+    __slots__ = ("blocked", "packets", "size")
+
+    def __init__(self) -> None:
+        self.packets: list[list[Buffer]] = []
+        self.size = 0
+        self.blocked = False
+
+    def offer(self, frames: list[Buffer]) -> bool:
+        size = sum(memoryview(f).nbytes for f in frames)
+        if self.packets and (self.size + size > OUTBOX_BYTES or len(self.packets) >= MAX_BATCH):
+            return False
+        self.packets.append(frames)
+        self.size += size
+        return True
+
+
+class _Endpoint:
+    """What Listener and Link share: draining, outboxes, flushing, closing."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], kind: int) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._socket = _configured(context.socket(kind))
+        self._boxes: dict[bytes, _Outbox] = {}
+        self._dirty: dict[bytes, None] = {}
+        self._flushing = False
+        self._draining = False
+        self._retry: asyncio.TimerHandle | None = None
+        self._retry_s = RETRY_FIRST_S
+        self._closed = False
+        self.counters = WireCounters()
+
+    def _start(self) -> None:
+        self._loop.add_reader(self._socket.FD, self._wake)
+        self._wake()
+
+    def close(self, *, linger_s: float = 0.0) -> None:
+        """Flushes, then closes; `linger_s` is how long the context's end may wait for what is on
+        its way."""
+        if self._closed:
+            return
+        self._flush()
+        self._closed = True
+        if self._retry is not None:
+            self._retry.cancel()
+        self._loop.remove_reader(self._socket.FD)
+        self._socket.close(linger=int(linger_s * 1000))
+
+    def _wake(self) -> None:
+        if not self._draining:
+            self._drain()
+
+    def _drain(self) -> None:
+        self._draining = False
+        if self._closed:
+            return
+        for _ in range(DRAIN_LIMIT):
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            self._take(frames)
+            if self._closed:
+                return
+        else:
+            self._drain_soon()
+            return
+        self._recheck()
+
+    def _drain_soon(self) -> None:
+        if not self._draining:
+            self._draining = True
+            self._loop.call_soon(self._drain)
+
+    def _recheck(self) -> None:
+        """The descriptor signals changes only: whatever touched the socket must ask what is left
+        to do."""
+        if self._events() & zmq.POLLIN:
+            self._drain_soon()
+
+    def _events(self) -> int:
+        events = self._socket.getsockopt(zmq.EVENTS)
+        assert isinstance(events, int)
+        return events
+
+    def _take(self, frames: list[bytes]) -> None:
+        raise NotImplementedError
+
+    def _deliver(
+        self, frames: Sequence[bytes], kinds: Kinds, hand: Callable[[Packet], None]
+    ) -> None:
+        """Raises WireError at the first packet that is wrong; those before it were handed on."""
+        for packet in decode(frames):
+            self.counters.received += 1
+            if type(packet.message) not in kinds:
+                raise WrongRole(f"{type(packet.message).__name__} is not for this sender to send")
+            try:
+                hand(packet)
+            except Exception:
+                # A handler's fault must not stop the socket: supervisor boundary.
+                self.counters.handler_errors += 1
+                log.exception("message handler failed kind=%s", type(packet.message).__name__)
+            if self._closed:
+                return
+
+    def _count(self, error: WireError) -> None:
+        setattr(self.counters, error.code, getattr(self.counters, error.code) + 1)
+
+    def _send(self, to: bytes, message: Message, frame: Buffer) -> bool:
+        if self._closed:
+            return False
+        box = self._boxes.get(to)
+        if box is None:
+            box = self._boxes[to] = _Outbox()
+        if not box.offer(encode(message, frame)):
+            self.counters.refused += 1
+            return False
+        if not box.blocked:
+            self._dirty[to] = None
+            if not self._flushing:
+                self._flushing = True
+                self._loop.call_soon(self._flush)
+        return True
+
+    def _flush(self) -> None:
+        self._flushing = False
+        if self._closed:
+            return
+        dirty, self._dirty = self._dirty, {}
+        for to in dirty:
+            self._flush_one(to)
+        self._recheck()
+
+    def _flush_one(self, to: bytes) -> bool:
+        """True when the outbox went out (or its destination is gone)."""
+        box = self._boxes.get(to)
+        if box is None or not box.packets:
+            return True
+        try:
+            self._socket.send_multipart(self._address(to) + encode_batch(box.packets), zmq.NOBLOCK)
+        except zmq.Again:
+            self.counters.again += 1
+            box.blocked = True
+            self._retry_later()
+            return False
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            self.counters.unreachable += 1
+            del self._boxes[to]
+            self._gone(to)
+            return True
+        self.counters.sent += len(box.packets)
+        del self._boxes[to]
+        if box.blocked:
+            self._writable(to)
+        return True
+
+    def _retry_later(self) -> None:
+        # A ROUTER's POLLOUT says nothing about one peer's pipe, so a timer asks again.
+        if self._retry is None:
+            self._retry = self._loop.call_later(self._retry_s, self._try_again)
+
+    def _try_again(self) -> None:
+        self._retry = None
+        blocked = [to for to, box in self._boxes.items() if box.blocked]
+        if any([self._flush_one(to) for to in blocked]):
+            self._retry_s = RETRY_FIRST_S
+        else:
+            self._retry_s = min(self._retry_s * 2, RETRY_MOST_S)
+        if not self._closed:
+            self._recheck()
+
+    def _address(self, to: bytes) -> list[Buffer]:
+        raise NotImplementedError
+
+    def _gone(self, to: bytes) -> None:
+        raise NotImplementedError
+
+    def _writable(self, to: bytes) -> None:
+        raise NotImplementedError
+
+    def _is_blocked(self, to: bytes) -> bool:
+        box = self._boxes.get(to)
+        return box is not None and box.blocked
+
+
+class Listener(_Endpoint):
+    """A ROUTER bound to `endpoint` (`tcp://127.0.0.1:*` takes a free port). Make it inside the
+    running loop."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        endpoint: str,
+        *,
+        role: Role,
+        receive: Callable[[Peer, Packet], None],
+        writable: Callable[[Peer], None] | None = None,
+        unreachable: Callable[[Peer], None] | None = None,
+    ) -> None:
+        super().__init__(context, zmq.ROUTER)
+        self._role = role
+        self._receive = receive
+        self._on_writable = writable
+        self._on_unreachable = unreachable
+        self._peers: dict[bytes, Peer] = {}
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        # A peer that reconnects before its dead connection was noticed must be able to take its
+        # name over.
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        try:
+            self._socket.bind(endpoint)
+        except zmq.ZMQError:
+            self._socket.close(linger=0)
+            raise
+        self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._start()
+
+    def send(self, peer: Peer, message: Message, frame: Buffer = b"") -> bool:
+        """Queued, and sent at the end of this loop turn. False: not taken, the peer does not
+        read."""
+        return self._send(peer.identity, message, frame)
+
+    def blocked(self, peer: Peer) -> bool:
+        return self._is_blocked(peer.identity)
+
+    def _take(self, frames: list[bytes]) -> None:
+        identity = frames[0]
+        try:
+            peer = self._peer(identity)
+            self._deliver(
+                frames[1:],
+                allowed(sender=peer.role, receiver=self._role),
+                lambda packet: self._receive(peer, packet),
+            )
+        except WireError as error:
+            self._count(error)
+            self._answer(identity, error)
+
+    def _peer(self, identity: bytes) -> Peer:
+        peer = self._peers.get(identity)
+        if peer is None:
+            try:
+                peer = Peer.parse(identity)
+            except ValueError as error:
+                raise Malformed(f"peer identity: {error}") from error
+            if len(self._peers) >= 4096:  # peers come and go; parsing again is cheap
+                self._peers.clear()
+            self._peers[identity] = peer
+        return peer
+
+    def _answer(self, identity: bytes, error: WireError) -> None:
+        box = self._boxes.get(identity)
+        if box is None or len(box.packets) < 16:  # a flood of garbage earns a bounded answer
+            self._send(identity, fault(error), b"")
+
+    def _address(self, to: bytes) -> list[Buffer]:
+        return [to]
+
+    def _gone(self, to: bytes) -> None:
+        peer = self._peers.pop(to, None)
+        if peer is not None and self._on_unreachable is not None:
+            self._on_unreachable(peer)
+
+    def _writable(self, to: bytes) -> None:
+        peer = self._peers.get(to)
+        if peer is not None and self._on_writable is not None:
+            self._on_writable(peer)
+
+
+class Link(_Endpoint):
+    """A DEALER to one Listener. Reconnects by itself; while it is not connected it counts as
+    blocked once it tried to send."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        endpoint: str,
+        *,
+        me: Peer,
+        receive: Callable[[Packet], None],
+        writable: Callable[[], None] | None = None,
+    ) -> None:
+        super().__init__(context, zmq.DEALER)
+        self._receive = receive
+        self._on_writable = writable
+        self._kinds = allowed_to(me.role)
+        self.endpoint = endpoint
+        self._socket.setsockopt(zmq.IDENTITY, me.identity)
+        # Nothing queues for a peer that is not there: it would arrive stale after a reconnect.
+        self._socket.setsockopt(zmq.IMMEDIATE, 1)
+        self._socket.connect(endpoint)
+        self._start()
+
+    def send(self, message: Message, frame: Buffer = b"") -> bool:
+        """Queued, and sent at the end of this loop turn. False: not taken, the peer does not read
+        or is away."""
+        return self._send(b"", message, frame)
+
+    @property
+    def blocked(self) -> bool:
+        return self._is_blocked(b"")
+
+    def _take(self, frames: list[bytes]) -> None:
+        try:
+            self._deliver(frames, self._kinds, self._hand)
+        except WireError as error:
+            self._count(error)
+            log.warning("dropped a message endpoint=%s reason=%s", self.endpoint, error)
+
+    def _hand(self, packet: Packet) -> None:
+        if isinstance(packet.message, Fault):
+            log.warning(
+                "peer could not take a message endpoint=%s code=%s reason=%s",
+                self.endpoint, packet.message.code, packet.message.message,
+            )  # fmt: skip
+        self._receive(packet)
+
+    def _recheck(self) -> None:
+        super()._recheck()
+        if self._is_blocked(b"") and self._events() & zmq.POLLOUT:
+            self._flush_one(b"")
+
+    def _address(self, to: bytes) -> list[Buffer]:
+        return []
+
+    def _gone(self, to: bytes) -> None:
+        raise AssertionError("a DEALER has no unreachable peer")
+
+    def _writable(self, to: bytes) -> None:
+        if self._on_writable is not None:
+            self._on_writable()
+
+
+def _configured(socket: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
+    """High-water mark, linger, keepalive, heartbeats and size bound: set in this one place."""
+    for option, value in (
+        (zmq.SNDHWM, HIGH_WATER_MARK),
+        (zmq.RCVHWM, HIGH_WATER_MARK),
+        (zmq.LINGER, 0),
+        (zmq.TCP_KEEPALIVE, 1),
+        (zmq.TCP_KEEPALIVE_IDLE, 30),
+        (zmq.TCP_KEEPALIVE_INTVL, 10),
+        (zmq.TCP_KEEPALIVE_CNT, 3),
+        (zmq.HEARTBEAT_IVL, 2_000),
+        (zmq.HEARTBEAT_TIMEOUT, 10_000),
+        (zmq.HEARTBEAT_TTL, 10_000),
+        (zmq.RECONNECT_IVL, 50),
+        (zmq.RECONNECT_IVL_MAX, 1_000),
+        (zmq.HANDSHAKE_IVL, 5_000),
+        # Far above our own bounds, which count and answer; this one only protects memory.
+        (zmq.MAXMSGSIZE, 4 * MAX_FRAME_BYTES),
+    ):
+        socket.setsockopt(option, value)
+    return socket
