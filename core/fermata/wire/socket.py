@@ -23,6 +23,7 @@ from dataclasses import dataclass, fields
 
 import zmq
 from typing_extensions import Buffer
+from zmq.utils import z85
 
 from fermata.wire.codec import (
     MAX_BATCH,
@@ -36,10 +37,20 @@ from fermata.wire.codec import (
     encode_batch,
     fault,
 )
+from fermata.wire.keyring import KeyPair, Keyring
 from fermata.wire.messages import Fault, Message, Role
 from fermata.wire.roles import Kinds, Peer, allowed, allowed_to
 
-__all__ = ["Link", "Listener", "Packet", "Peer", "WireCounters", "new_context"]
+__all__ = [
+    "Context",
+    "Link",
+    "Listener",
+    "Packet",
+    "Peer",
+    "WireCounters",
+    "new_context",
+    "new_key_pair",
+]
 
 log = logging.getLogger(__name__)
 
@@ -63,14 +74,60 @@ class WireCounters:
     refused: int = 0
     """Sends not taken because the outbox was full."""
     unreachable: int = 0
+    handshake_failures: int = 0
     handler_errors: int = 0
 
     def numbers(self) -> dict[str, float]:
         return {f"wire_{f.name}": float(getattr(self, f.name)) for f in fields(self)}
 
 
-def new_context() -> zmq.Context[zmq.Socket[bytes]]:
-    return zmq.Context()
+class Context(zmq.Context[zmq.Socket[bytes]]):
+    """A ZeroMQ context and the keyring of everything made on it."""
+
+    keyring: Keyring | None = None
+    doorman: _Doorman | None = None
+
+
+def new_context(keyring: Keyring | None = None) -> Context:
+    context = Context()
+    context.keyring = keyring
+    return context
+
+
+def new_key_pair() -> KeyPair:
+    public, secret = zmq.curve_keypair()
+    return KeyPair(public.decode(), secret.decode())
+
+
+class _Doorman:
+    """Answers libzmq's ZAP requests (RFC 27): lets a client key of the keyring in, as its role."""
+
+    def __init__(self, context: Context, keyring: Keyring) -> None:
+        self._keyring = keyring
+        self._loop = asyncio.get_running_loop()
+        self._socket = context.socket(zmq.REP)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.bind("inproc://zeromq.zap.01")
+        self._loop.add_reader(self._socket.FD, self._answer_all)
+
+    def close(self) -> None:
+        self._loop.remove_reader(self._socket.FD)
+        self._socket.close(linger=0)
+
+    def _answer_all(self) -> None:
+        while True:
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            version, request, _domain, _address, _identity, mechanism, *credentials = frames
+            role = None
+            if mechanism == b"CURVE" and credentials:
+                role = self._keyring.role_of(z85.encode(credentials[0]).decode())
+            verdict = (
+                [b"200", b"OK", role.value.encode()] if role else [b"400", b"no such key", b""]
+            )
+            self._socket.send_multipart([version, request, *verdict, b""])
 
 
 class _Outbox:
@@ -96,7 +153,7 @@ class _Outbox:
 class _Endpoint:
     """What Listener and Link share: draining, outboxes, flushing, closing."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], kind: int) -> None:
+    def __init__(self, context: Context, kind: int) -> None:
         self._loop = asyncio.get_running_loop()
         self._socket = _configured(context.socket(kind))
         self._boxes: dict[bytes, _Outbox] = {}
@@ -134,7 +191,7 @@ class _Endpoint:
             return
         for _ in range(DRAIN_LIMIT):
             try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+                frames = self._receive_frames()
             except zmq.Again:
                 break
             self._take(frames)
@@ -144,6 +201,9 @@ class _Endpoint:
             self._drain_soon()
             return
         self._recheck()
+
+    def _receive_frames(self) -> list[bytes]:
+        return self._socket.recv_multipart(zmq.NOBLOCK)
 
     def _drain_soon(self) -> None:
         if not self._draining:
@@ -269,7 +329,7 @@ class Listener(_Endpoint):
 
     def __init__(
         self,
-        context: zmq.Context[zmq.Socket[bytes]],
+        context: Context,
         endpoint: str,
         *,
         role: Role,
@@ -283,17 +343,71 @@ class Listener(_Endpoint):
         self._on_writable = writable
         self._on_unreachable = unreachable
         self._peers: dict[bytes, Peer] = {}
+        self._proved = ""
+        self._monitor: zmq.Socket[bytes] | None = None
+        self._doorman: _Doorman | None = None
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         # A peer that reconnects before its dead connection was noticed must be able to take its
         # name over.
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self._secure = context.keyring is not None
+        if context.keyring is not None:
+            self._lock(context, context.keyring)
         try:
             self._socket.bind(endpoint)
         except zmq.ZMQError:
+            self._unlock()
             self._socket.close(linger=0)
             raise
         self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._start()
+
+    def close(self, *, linger_s: float = 0.0) -> None:
+        if not self._closed:
+            self._unlock()
+        super().close(linger_s=linger_s)
+
+    def _lock(self, context: Context, keyring: Keyring) -> None:
+        assert keyring.server is not None, (
+            f"a {keyring.role.value} has no server key to listen with"
+        )
+        if context.doorman is None:
+            context.doorman = self._doorman = _Doorman(context, keyring)
+            self._context = context
+        self._socket.setsockopt(zmq.CURVE_SERVER, 1)
+        self._socket.setsockopt(zmq.CURVE_SECRETKEY, keyring.server.secret.encode())
+        self._monitor = self._socket.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_FAILED_AUTH
+            | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+            | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+        )
+        self._loop.add_reader(self._monitor.FD, self._count_handshakes)
+
+    def _unlock(self) -> None:
+        if self._monitor is not None:
+            self._loop.remove_reader(self._monitor.FD)
+            self._socket.disable_monitor()
+            self._monitor.close(linger=0)
+            self._monitor = None
+        if self._doorman is not None:
+            self._doorman.close()
+            self._context.doorman = None
+
+    def _count_handshakes(self) -> None:
+        while self._monitor is not None:
+            try:
+                self._monitor.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self.counters.handshake_failures += 1
+
+    def _receive_frames(self) -> list[bytes]:
+        if not self._secure:
+            return super()._receive_frames()
+        frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        proved = frames[0].get("User-Id")
+        self._proved = proved if isinstance(proved, str) else ""
+        return [frame.bytes for frame in frames]
 
     def send(self, peer: Peer, message: Message, frame: Buffer = b"") -> bool:
         """Queued, and sent at the end of this loop turn. False: not taken, the peer does not
@@ -307,6 +421,8 @@ class Listener(_Endpoint):
         identity = frames[0]
         try:
             peer = self._peer(identity)
+            if self._secure and peer.role.value != self._proved:
+                raise WrongRole(f"a key of role {self._proved!r} says it is a {peer.role.value}")
             self._deliver(
                 frames[1:],
                 allowed(sender=peer.role, receiver=self._role),
@@ -353,19 +469,23 @@ class Link(_Endpoint):
 
     def __init__(
         self,
-        context: zmq.Context[zmq.Socket[bytes]],
+        context: Context,
         endpoint: str,
         *,
         me: Peer,
         receive: Callable[[Packet], None],
         writable: Callable[[], None] | None = None,
+        listens: Role = Role.ROUTER,
     ) -> None:
+        """`listens` is the role of the other end: its key is checked where keys are in use."""
         super().__init__(context, zmq.DEALER)
         self._receive = receive
         self._on_writable = writable
         self._kinds = allowed_to(me.role)
         self.endpoint = endpoint
         self._socket.setsockopt(zmq.IDENTITY, me.identity)
+        if context.keyring is not None:
+            self._secure(context.keyring, listens)
         # Nothing queues for a peer that is not there: it would arrive stale after a reconnect.
         self._socket.setsockopt(zmq.IMMEDIATE, 1)
         self._socket.connect(endpoint)
@@ -375,6 +495,11 @@ class Link(_Endpoint):
         """Queued, and sent at the end of this loop turn. False: not taken, the peer does not read
         or is away."""
         return self._send(b"", message, frame)
+
+    def _secure(self, keyring: Keyring, listens: Role) -> None:
+        self._socket.setsockopt(zmq.CURVE_SERVERKEY, keyring.servers[listens].encode())
+        self._socket.setsockopt(zmq.CURVE_PUBLICKEY, keyring.client.public.encode())
+        self._socket.setsockopt(zmq.CURVE_SECRETKEY, keyring.client.secret.encode())
 
     @property
     def blocked(self) -> bool:
