@@ -109,6 +109,7 @@ class _Doorman:
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.bind("inproc://zeromq.zap.01")
         self._loop.add_reader(self._socket.FD, self._answer_all)
+        self._answer_all()  # a descriptor signals only to a reader that once found nothing
 
     def close(self) -> None:
         self._loop.remove_reader(self._socket.FD)
@@ -127,7 +128,7 @@ class _Doorman:
             verdict = (
                 [b"200", b"OK", role.value.encode()] if role else [b"400", b"no such key", b""]
             )
-            self._socket.send_multipart([version, request, *verdict, b""])
+            self._socket.send_multipart([version, request, *verdict, b""], zmq.NOBLOCK)
 
 
 class _Outbox:
@@ -382,6 +383,7 @@ class Listener(_Endpoint):
             | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
         )
         self._loop.add_reader(self._monitor.FD, self._count_handshakes)
+        self._count_handshakes()
 
     def _unlock(self) -> None:
         if self._monitor is not None:
