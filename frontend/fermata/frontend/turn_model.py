@@ -1,0 +1,145 @@
+"""The values of a turn: what was asked for, how it ends, what the state machine wants done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from fermata.core.errors import TurnError
+from fermata.core.ids import LeaseId, RequestId, RoutingKey, SessionId
+from fermata.wire.messages import Hints, LeaseProgress, Sampling
+
+if TYPE_CHECKING:
+    from fermata.frontend.turn import Turn
+
+_NO_SESSION = SessionId("")
+_UNSAID = Hints()
+
+RevokeReason = Literal[
+    "worker_lost", "worker_stalled", "worker_draining", "owner_lost", "dispatch_timeout", "unknown"
+]
+
+
+@dataclass(frozen=True, slots=True)
+class TurnLimits:
+    """In deployment seconds: a shell multiplies what is meant on real machines by the speedup."""
+
+    ask_again_s: float = 5.0
+    """A Route that got no answer is sent again; it is idempotent."""
+    ask_again_held_s: float = 30.0
+    silence_s: float = 120.0
+    """No word from a router for so long, and no Hold that still runs: the turn fails."""
+    backoff_first_s: float = 0.1
+    backoff_most_s: float = 2.0
+    """Between attempts that a worker refused."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnSpec:
+    """`prompt` is a u32 frame, `hashes` the u64 frame of its full routing blocks."""
+
+    request: RequestId
+    key: RoutingKey
+    model: str
+    prompt: bytes
+    hashes: bytes
+    sampling: Sampling
+    session: SessionId = _NO_SESSION
+    parent: SessionId = _NO_SESSION
+    inferred: bool = False
+    final: bool = False
+    streaming: bool = True
+    resumable: bool = True
+    """May go on at another worker after its first token: no grammar, no required tool choice, no
+    prompt logprobs, n = 1."""
+    namespace: str = ""
+    lora: str = ""
+    hints: Hints = _UNSAID
+    policy_class: str = ""
+    client_timeout_s: float = 0.0
+    inputs: Callable[[], list[str]] = list
+    """For simulated responders (`Generate.script_inputs`); called only if the worker wants them."""
+
+    @property
+    def input_tokens(self) -> int:
+        return len(self.prompt) // 4
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    reason: Literal["stop", "length"]
+    stop_token: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    error: TurnError
+
+
+@dataclass(frozen=True, slots=True)
+class Cancelled:
+    pass
+
+
+Outcome = Finished | Failed | Cancelled
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Send Route for the turn's present attempt."""
+
+    turn: Turn
+
+
+@dataclass(frozen=True, slots=True)
+class Withdraw:
+    """The Route of the present attempt, not granted yet, is no longer wanted."""
+
+    turn: Turn
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatch:
+    """Send Generate to the worker of the turn's grant."""
+
+    turn: Turn
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    turn: Turn
+    endpoint: str
+    lease: LeaseId
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Tell the lease's router."""
+
+    turn: Turn
+    progress: LeaseProgress
+
+
+Effect = Ask | Withdraw | Dispatch | Abort | Report
+Effects = Sequence[Effect]
+
+
+class Reader(Protocol):
+    """Who waits for the turn: told that there are tokens, a hold or an end to look at."""
+
+    def wake(self) -> None: ...
+
+
+@dataclass(slots=True)
+class Times:
+    """Deployment seconds at which it happened; 0 while it has not."""
+
+    received: float
+    granted: float = 0.0
+    """The present attempt's, or the last one's."""
+    first_token: float = 0.0
+    last_token: float = 0.0
+    ended: float = 0.0
+    held: float = 0.0
+    """A duration: held by routers, over all attempts."""
