@@ -267,6 +267,10 @@ BAD: dict[str, tuple[str, str, str]] = {
         "---\n", "    - name: sim\n---\n",
         ":15: AgentDeployment demo: spec.workers[1].name: 'sim' is used twice (give each group its own name)",
     ),
+    "group named like a component": (
+        "    - name: sim", "    - name: router",
+        ":10: AgentDeployment demo: spec.workers[0].name: 'router' is the name of a component (use another name)",
+    ),
     "page that does not divide": (
         "      replicas: 2", "      blockSize: 48",
         ":11: AgentDeployment demo: spec.workers[0].blockSize: 48 does not divide routingBlockSize 64"

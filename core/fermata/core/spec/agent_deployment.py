@@ -152,6 +152,10 @@ class AgentDeploymentSpec(Spec, frozen=True):
                     (f"{at}.name", f"{group.name!r} is used twice", "give each group its own name")
                 )
             names.add(group.name)
+            if group.name in {"router", "frontend"}:
+                found.append(
+                    (f"{at}.name", f"{group.name!r} is the name of a component", "use another name")
+                )
             if self.routing_block_size % group.block_size:
                 found.append((
                     f"{at}.blockSize",

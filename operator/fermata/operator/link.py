@@ -1,0 +1,77 @@
+"""The operator's line to one router or worker: policy, drain, and what it says of itself.
+
+Answers are kept with the time they came, so that readiness can be about the process that runs now and not about
+its predecessor on the same port.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from fermata.wire.messages import (
+    Drain,
+    DrainStatus,
+    PolicyAck,
+    Role,
+    SetPolicy,
+    Status,
+    StatusRequest,
+)
+from fermata.wire.socket import Context, Link, Packet, Peer
+
+
+class OperatorLink:
+    """`heard` is called after each answer. Nothing is asked of a peer that does not read."""
+
+    def __init__(
+        self,
+        context: Context,
+        endpoint: str,
+        *,
+        me: Peer,
+        listens: Role,
+        heard: Callable[[], None],
+    ) -> None:
+        assert me.role is Role.OPERATOR
+        assert listens in {Role.ROUTER, Role.WORKER}
+        self._heard = heard
+        self.endpoint = endpoint
+        self.status: Status | None = None
+        self.status_at = 0.0
+        self.policy_ack: PolicyAck | None = None
+        self.drain_status: DrainStatus | None = None
+        self._link = Link(context, endpoint, me=me, receive=self._receive, listens=listens)
+
+    def ask_status(self) -> None:
+        if not self._link.blocked:
+            self._link.send(StatusRequest())
+
+    def set_policy(self, message: SetPolicy) -> bool:
+        """False: it does not read now; ask again later."""
+        return not self._link.blocked and self._link.send(message)
+
+    def drain(self, deadline_s: float) -> bool:
+        return not self._link.blocked and self._link.send(Drain(deadline_s=deadline_s))
+
+    def fresh_status(self, *, since: float, now: float, age_s: float = 3.0) -> Status | None:
+        """What it last said, if it said so after `since` and not long ago (monotonic seconds)."""
+        if self.status is None or self.status_at < since or now - self.status_at > age_s:
+            return None
+        return self.status
+
+    def close(self) -> None:
+        self._link.close()
+
+    def _receive(self, packet: Packet) -> None:
+        match packet.message:
+            case Status() as status:
+                self.status = status
+                self.status_at = time.monotonic()
+            case PolicyAck() as ack:
+                self.policy_ack = ack
+            case DrainStatus() as drain_status:
+                self.drain_status = drain_status
+            case _:
+                return  # a Fault is logged by the link; nothing else is for an operator
+        self._heard()

@@ -1,0 +1,1 @@
+"""`fermata up`: the operator's reconcile core with processes instead of pods."""
