@@ -19,22 +19,20 @@ no work was lost by them but the attempt's, and they say nothing about the turn.
 from __future__ import annotations
 
 from array import array
-from enum import Enum
 from typing import Literal
 
 from fermata.core.errors import (
-    ContextTooLong,
     InvalidTurn,
-    NotFound,
     NotResumable,
     NoWorker,
-    Overloaded,
     PoisonTurn,
     TurnError,
     TurnFailed,
 )
+from fermata.core.hashing import HASH_BYTES, TOKEN_BYTES, sequence_hashes
 from fermata.core.ids import LeaseId, WorkerId
 from fermata.frontend.turn_model import (
+    REJECTIONS,
     Abort,
     Ask,
     Cancelled,
@@ -47,6 +45,7 @@ from fermata.frontend.turn_model import (
     Reader,
     Report,
     RevokeReason,
+    Stage,
     Times,
     TurnLimits,
     TurnSpec,
@@ -60,53 +59,11 @@ MAX_ATTEMPTS = 32
 """Of any kind, refusals and boots included: reached only when something is wrong for good."""
 
 _NOTHING: Effects = ()
-_REJECTIONS: dict[str, type[TurnError]] = {
-    "overloaded": Overloaded,
-    "no_worker": NoWorker,
-    "invalid_request": InvalidTurn,
-    "context_length_exceeded": ContextTooLong,
-    "not_found": NotFound,
-}
-
-
-class Stage(Enum):
-    ROUTING = "routing"
-    GRANTED = "granted"
-    GENERATING = "generating"
-    ENDED = "ended"
 
 
 class Turn:
     """Fields are for reading; the methods alone change them. Each is O(1) but for the tokens it
     copies."""
-
-    __slots__ = (
-        "_ask_at",
-        "_base",
-        "_held_since",
-        "_limits",
-        "_past",
-        "_refusals",
-        "_silent_at",
-        "_waiting_since",
-        "attempt",
-        "avoid",
-        "cached_tokens",
-        "deaths",
-        "grant",
-        "hold_reason",
-        "lease",
-        "logprobs",
-        "migrations",
-        "outcome",
-        "prefilled",
-        "reader",
-        "spec",
-        "stage",
-        "times",
-        "tokens",
-        "told_tokens",
-    )
 
     def __init__(self, spec: TurnSpec, *, reader: Reader, now: float, limits: TurnLimits) -> None:
         self.spec = spec
@@ -132,6 +89,7 @@ class Turn:
         self._limits = limits
         self._past: set[LeaseId] = set()
         self._base = 0
+        self._hashes: bytes | None = spec.hashes
         self._refusals = 0
         self._waiting_since = now
         self._held_since: float | None = None
@@ -154,6 +112,23 @@ class Turn:
     @property
     def attempt_tokens(self) -> int:
         return len(self.tokens) - self._base
+
+    @property
+    def input_tokens(self) -> int:
+        """Of the present attempt: the prompt and what earlier attempts made."""
+        return self.spec.input_tokens + self._base
+
+    def input_frame(self) -> bytes:
+        """u32 frame of the present attempt's input. Copies only where there is something to add."""
+        if not self._base:
+            return self.spec.prompt
+        return self.spec.prompt + self.tokens[: self._base].tobytes()
+
+    def input_hashes(self) -> bytes:
+        """u64 frame of the input's full blocks; hashes only what was added to the prompt."""
+        if self._hashes is None:
+            self._hashes = self.spec.hashes + _hash_rest(self.spec, self.tokens[: self._base])
+        return self._hashes
 
     @property
     def usage(self) -> Usage:
@@ -219,7 +194,7 @@ class Turn:
     def rejected(self, reject: Reject, now: float) -> Effects:
         if self.stage is not Stage.ROUTING or reject.attempt != self.attempt:
             return _NOTHING
-        error = _REJECTIONS[reject.code]
+        error = REJECTIONS[reject.code]
         return self._fail(error(reject.message, retry_after_s=reject.retry_after_s or None), now)
 
     def accepted(self, lease: LeaseId) -> Effects:
@@ -241,7 +216,7 @@ class Turn:
         return self._lose(f"refused: {refused.code}", now, migration=failed_at, delay_s=delay)
 
     def output(self, entry: OutputEntry, tokens: memoryview, now: float) -> Effects:
-        """`tokens` are the entry's own, u32. Anything that is not the present attempt's is dropped."""
+        """`tokens` is the entry's own part of the frame, as bytes. Anything that is not the present attempt's is dropped."""
         if entry.lease != self.lease or entry.attempt != self.attempt or self.ended:
             return _NOTHING
         have = self.attempt_tokens
@@ -317,7 +292,7 @@ class Turn:
         return self._told("tokens").progress
 
     def _append(self, entry: OutputEntry, tokens: memoryview, skip: int, now: float) -> None:
-        self.tokens.frombytes(tokens[skip:] if skip else tokens)
+        self.tokens.frombytes(tokens[skip * TOKEN_BYTES :] if skip else tokens)
         if entry.logprobs is not None:
             self.logprobs.extend(entry.logprobs[skip:])
         if not self.times.first_token:
@@ -388,6 +363,7 @@ class Turn:
         self.prefilled = False
         self.told_tokens = 0
         self._base = len(self.tokens)
+        self._hashes = None
         self._waiting_since = now
         self._silent_at = now + self._limits.silence_s
         self._asked(now)
@@ -435,3 +411,11 @@ class Turn:
         self.times.ended = now
         self.reader.wake()
         return _NOTHING
+
+
+def _hash_rest(spec: TurnSpec, added: array[int]) -> bytes:
+    """Sequence hashes of the blocks that `added` fills, from the prompt's last full block on."""
+    full = len(spec.hashes) // HASH_BYTES
+    rest = spec.prompt[full * spec.block_size * TOKEN_BYTES :] + added.tobytes()
+    parent = int.from_bytes(spec.hashes[-HASH_BYTES:], "little") if full else None
+    return sequence_hashes(rest, spec.block_size, seed=spec.seed, parent=parent).tobytes()

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from fermata.core.errors import TurnError
+from fermata.core.errors import (
+    ContextTooLong,
+    InvalidTurn,
+    NotFound,
+    NoWorker,
+    Overloaded,
+    TurnError,
+)
 from fermata.core.ids import LeaseId, RequestId, RoutingKey, SessionId
 from fermata.wire.messages import Hints, LeaseProgress, Sampling
 
@@ -19,6 +27,19 @@ _UNSAID = Hints()
 RevokeReason = Literal[
     "worker_lost", "worker_stalled", "worker_draining", "owner_lost", "dispatch_timeout", "unknown"
 ]
+
+
+REJECTIONS: dict[str, type[TurnError]] = {
+    error.code: error for error in (Overloaded, NoWorker, InvalidTurn, ContextTooLong, NotFound)
+}
+"""What a Reject's code is to the client."""
+
+
+class Stage(Enum):
+    ROUTING = "routing"
+    GRANTED = "granted"
+    GENERATING = "generating"
+    ENDED = "ended"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +65,10 @@ class TurnSpec:
     model: str
     prompt: bytes
     hashes: bytes
+    block_size: int
+    """Tokens a routing block."""
+    seed: int
+    """Of block hashes."""
     sampling: Sampling
     session: SessionId = _NO_SESSION
     parent: SessionId = _NO_SESSION
