@@ -216,7 +216,7 @@ class Turn:
         return self._lose(f"refused: {refused.code}", now, migration=failed_at, delay_s=delay)
 
     def output(self, entry: OutputEntry, tokens: memoryview, now: float) -> Effects:
-        """`tokens` is the entry's own part of the frame, as bytes. Anything that is not the present attempt's is dropped."""
+        """`tokens` is the entry's own part of the frame, as bytes. Dropped unless the present attempt's."""
         if entry.lease != self.lease or entry.attempt != self.attempt or self.ended:
             return _NOTHING
         have = self.attempt_tokens
