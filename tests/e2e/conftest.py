@@ -34,8 +34,10 @@ class Stack:
         path.write_text(manifest)
         self._log = (folder / "up.log").open("wb")
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "fermata.core.cli", "up", "-f", str(path)]
-            + ["--port", str(self.port), "--run-dir", str(self.run_folder)],
+            [
+                *(sys.executable, "-m", "fermata.core.cli", "up", "-f", str(path)),
+                *("--port", str(self.port), "--run-dir", str(self.run_folder)),
+            ],
             stdout=self._log,
             stderr=subprocess.STDOUT,
             start_new_session=True,

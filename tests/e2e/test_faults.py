@@ -1,7 +1,8 @@
 """Real processes, real deaths: every client that kept its connection gets its complete text, and nothing leaks.
 
-Each fault hits at least eight streams of the victim, each with a token already sent and at least twenty to come. The text
-must equal that of the same prompt served unbroken (the simulated engine is deterministic in its prompt).
+Each fault hits at least eight streams of the victim, each with a token already sent and at least
+twenty to come. The text must equal that of the same prompt served unbroken: the simulated engine is
+deterministic in its prompt.
 """
 
 from __future__ import annotations

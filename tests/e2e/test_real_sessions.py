@@ -122,5 +122,5 @@ def test_sessions_stay_cached_and_incremental_ids_equal_a_fresh_tokenisation(sta
     )
     assert best > 0.8, "these sessions share nearly everything: the yardstick itself is off"
     assert share >= best - 0.02
-    # Most of what was tokenised came from the cache of the prompt path, so the ids compared above were incremental ones.
+    # Most ids came from the prompt path's cache: those compared above were incremental ones.
     assert status["prompts"]["cached_tokens"] > 5 * status["prompts"]["tokenised_tokens"]
