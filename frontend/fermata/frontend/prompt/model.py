@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fermata.core.errors import InvalidTurn
 from fermata.core.model_folder import ModelFolder
 from fermata.frontend.prompt.detokenizer import Detokenizer, Vocabulary
-from fermata.frontend.prompt.path import Prompt, PromptPath
+from fermata.frontend.prompt.path import PromptPath
 from fermata.frontend.prompt.template import ChatTemplate
-from fermata.frontend.prompt.tokenizer import Tokenizer, TokenizerChoice
+from fermata.frontend.prompt.tokenizer import Tokenizer, TokenizerChoice, load_tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,26 +20,57 @@ class PromptModel:
     tokenizer: Tokenizer
     choice: TokenizerChoice
     template: ChatTemplate | None
-    """None: the folder has none; chat then is InvalidTurn, completions work."""
+    """None: the folder has none."""
     path: PromptPath
     vocabulary: Vocabulary
 
     @classmethod
     def load(cls, folder: ModelFolder, *, block_size: int, cache_bytes: int) -> PromptModel:
-        """Reads the tokenizer, probes it, compiles the template. ConfigError names file and fix."""
-        raise NotImplementedError
+        """Reads the tokenizer and probes it, compiles the template: a second or so for 150k tokens, once at start.
+
+        ConfigError names file and fix.
+        """
+        contents = [token.content for token in folder.added_tokens]
+        tokenizer, reference, choice = load_tokenizer(folder.tokenizer_file, added_tokens=contents)
+        template = None
+        if folder.chat_template:
+            template = ChatTemplate(
+                folder.chat_template,
+                special_tokens=folder.special_tokens,
+                where=folder.template_source,
+            )
+        path = PromptPath(
+            tokenizer,
+            added_tokens=folder.added_tokens,
+            block_size=block_size,
+            cache_bytes=cache_bytes,
+        )
+        vocabulary = Vocabulary.load(
+            folder.tokenizer_file, reference, added_tokens=folder.added_tokens
+        )
+        return cls(folder, tokenizer, choice, template, path, vocabulary)
 
     def render(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Sequence[Any],
         *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        documents: Sequence[Mapping[str, Any]] | None = None,
+        tools: Sequence[Any] | None = None,
+        documents: Sequence[Any] | None = None,
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The text that `path.prepare` takes. InvalidTurn as ChatTemplate.render."""
-        raise NotImplementedError
+        """The text that `path.prepare` takes. InvalidTurn names what is wrong."""
+        if self.template is None:
+            raise InvalidTurn(
+                "this model has no chat template: use /v1/completions, or name one in model.chatTemplate"
+            )
+        return self.template.render(
+            messages,
+            tools=tools,
+            documents=documents,
+            add_generation_prompt=add_generation_prompt,
+            variables=variables,
+        )
 
     def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
-        raise NotImplementedError
+        return self.vocabulary.detokenizer(skip_special_tokens=skip_special_tokens)

@@ -1,0 +1,83 @@
+"""Where a text may be cut so that both halves, tokenised apart, give the ids of the whole.
+
+A tokenizer first takes the added tokens out of the raw text and then normalises, splits and merges each piece between
+them alone. So the start of an added token is a safe place to cut, provided that
+it is matched in the raw text (`normalized=false`),
+it takes no white space from its left (`lstrip=false`) and looks at no neighbour (`single_word=false`),
+and wherever its text stands it *is* matched: no other added token contains it or can cover its beginning.
+
+The right half begins with the token itself, never after it: what follows then is not at offset 0, where some
+tokenizers put a space in front.
+
+A text's last safe boundary at or before the point where it leaves a known text is where its tokenisation goes on.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import TypeAlias
+
+from fermata.core.model_folder import AddedToken
+
+_Trie: TypeAlias = dict[str, "_Trie"]
+
+
+class SafeBoundaries:
+    """The safe added tokens of one tokenizer; immutable."""
+
+    def __init__(self, added_tokens: Sequence[AddedToken]) -> None:
+        contents = [token.content for token in added_tokens if token.content]
+        self.tokens = tuple(t.content for t in added_tokens if _is_safe(t, contents))
+        self._pattern = re.compile(_any_of(self.tokens)) if self.tokens else None
+
+    def starts(self, text: str, start: int) -> list[int]:
+        """Boundaries at or after `start`, in order. O(length of the rest)."""
+        if self._pattern is None:
+            return []
+        return [match.start() for match in self._pattern.finditer(text, start)]
+
+    def next(self, text: str, start: int) -> int | None:
+        """The first boundary at or after `start`."""
+        found = self._pattern.search(text, start) if self._pattern else None
+        return found.start() if found else None
+
+    def at(self, text: str, position: int) -> bool:
+        return self._pattern is not None and self._pattern.match(text, position) is not None
+
+
+def _is_safe(token: AddedToken, contents: Sequence[str]) -> bool:
+    content = token.content
+    if not content or content[0].isspace() or token.normalized or token.lstrip or token.single_word:
+        return False
+    return not any(_hides(other, content) for other in contents)
+
+
+def _hides(other: str, content: str) -> bool:
+    """Whether a match of `other` can keep `content` from being matched where it stands: by containing it, or by
+    beginning before it and ending inside it. Matching is leftmost-longest, so a shorter one at its start can not.
+    """
+    if other != content and content in other:
+        return True
+    overlaps = range(1, min(len(other), len(content)))
+    return any(content.startswith(other[-size:]) for size in overlaps)
+
+
+def _any_of(tokens: Iterable[str]) -> str:
+    """A pattern of all tokens with common beginnings factored out.
+
+    Some tokenizers have a thousand tokens that begin alike; tried one by one at every `<` of a text full of markup,
+    they would cost more than tokenising it.
+    """
+    trie: _Trie = {}
+    for token in tokens:
+        node = trie
+        for character in token:
+            node = node.setdefault(character, {})
+    return _factored(trie)
+
+
+def _factored(node: _Trie) -> str:
+    # No safe token begins another one, so a node either ends a token or goes on.
+    branches = [re.escape(character) + _factored(child) for character, child in node.items()]
+    return branches[0] if len(branches) == 1 else f"(?:{'|'.join(branches)})" if branches else ""
