@@ -40,13 +40,7 @@ class MessageForm:
             raise InvalidTurn(
                 "a message must be an object with a role", param=f"messages[{number}]"
             )
-        is_plain = (
-            type(message.get("content")) is str
-            and "tool_calls" not in message
-            and "reasoning" not in message
-            and role != "developer"
-        )
-        if is_plain:
+        if role != "developer" and self._is_ready(message):
             return message
         changed = dict(message)
         changed["content"] = _content(message.get("content"), f"messages[{number}].content")
@@ -59,6 +53,17 @@ class MessageForm:
         if calls:
             changed["tool_calls"] = self._calls(calls, f"messages[{number}].tool_calls")
         return changed
+
+    def _is_ready(self, message: dict[str, Any]) -> bool:
+        """Whether the message needs no change, as nearly all of a history."""
+        if type(message.get("content")) is not str or "reasoning" in message:
+            return False
+        if "tool_calls" not in message:
+            return True
+        calls = message["tool_calls"]
+        if not _is_list(calls) or not calls or not self.takes_argument_text:
+            return False
+        return all(_is_ready_call(call) for call in calls)
 
     def _calls(self, calls: object, where: str) -> list[Mapping[str, Any]]:
         if not _is_list(calls):
@@ -95,6 +100,14 @@ def function_tools(tools: Sequence[Any] | None) -> list[Mapping[str, Any]] | Non
     if not _is_list(tools) or not all(_is_object(tool) for tool in tools):
         raise InvalidTurn("tools must be a list of objects", param="tools")
     return [tool for tool in tools if tool.get("type", "function") == "function"] or None
+
+
+def _is_ready_call(call: object) -> bool:
+    function = call.get("function") if _is_object(call) else None
+    if not _is_object(function) or type(function.get("name")) is not str:
+        return False
+    arguments = function.get("arguments")
+    return type(arguments) is str and arguments != ""
 
 
 def _content(content: object, where: str) -> str:

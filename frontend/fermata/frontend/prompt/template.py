@@ -111,13 +111,14 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         A dict has an item or nothing under a name that is no method's; the loop and namespaces are Jinja's own and safe
         but for underscores. Both are what the sandbox finds out by way of exceptions and type checks.
         """
-        if type(obj) is dict:
+        kind: type[object] = type(obj)
+        if kind is dict:
             if attribute not in _DICT_NAMES:
                 try:
                     return obj[attribute]
                 except KeyError:
                     return self.undefined(obj=obj, name=attribute)
-        elif type(obj) in _OWN_TYPES and attribute[0] != "_":
+        elif kind in _OWN_TYPES and attribute[0] != "_":
             try:
                 return getattr(obj, attribute)
             except AttributeError:
