@@ -182,11 +182,9 @@ class BlockPool:
             del self._primary[content]
             self._evicted.append(content)
             return page
-        # An unreferenced primary has only unreferenced twins, so any of them may take its place.
-        if self._primary[content] == page:
-            self._primary[content] = twins.pop()
-        else:
-            twins.remove(page)
+        # The primary lost its last reference after its twins did, so it lies behind them.
+        assert self._primary[content] != page
+        twins.remove(page)
         if not twins:
             del self._twins[content]
         return page
