@@ -90,10 +90,10 @@ def last_lines(log: Path, count: int) -> list[str]:
     return [line for line in text.splitlines() if line.strip()][-count:]
 
 
-def roll(log: Path) -> None:
+def roll(log: Path, *, limit: int = LOG_BYTES) -> None:
     """Bounds a log that its process holds open: copied and cut, since that process knows no other file."""
     try:
-        if log.stat().st_size <= LOG_BYTES:
+        if log.stat().st_size <= limit:
             return
         log.with_suffix(f"{log.suffix}.1").write_bytes(log.read_bytes())
         os.truncate(log, 0)

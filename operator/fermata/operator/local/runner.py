@@ -115,8 +115,8 @@ class Runner:
         watch = FileWatch(self._options.manifest)
         while not signals.stop:
             self._wake.clear()
-            fleet.step()
             self._report(fleet)
+            fleet.step()
             if not self._settled_once:
                 if self._cannot_start(fleet, started_at):
                     return await self._give_up(fleet, signals)

@@ -120,6 +120,7 @@ class Supervisor:
         finally:
             if child.process is not None:  # cancelled while it ran
                 child.process.kill()
+                await child.process.wait()
             del self.children[child.spec.id]
             self._gone(child.spec)
             child.gone.set()
