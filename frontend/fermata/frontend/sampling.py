@@ -1,0 +1,143 @@
+"""How a request wants its tokens picked, as the engine is told. Limits are clamped; nonsense is refused by name."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from fermata.core.errors import ContextTooLong, InvalidTurn
+from fermata.frontend.request import ChatBody, CompletionBody, GenerationBody, Number
+from fermata.wire.messages import Sampling
+
+MAX_LOGPROBS = 20
+MAX_STOPS = 64
+_SEEDS = 1 << 63
+
+
+def sampling_of(
+    body: ChatBody | CompletionBody,
+    *,
+    input_tokens: int,
+    context_length: int,
+    eos_token_ids: tuple[int, ...],
+) -> Sampling:
+    """ContextTooLong where the prompt leaves no room, InvalidTurn for a value that can not be meant."""
+    if input_tokens >= context_length:
+        raise ContextTooLong(
+            f"This model's maximum context length is {context_length} tokens. "
+            f"However, your prompt has {input_tokens} tokens. Please shorten it.",
+            param="messages" if isinstance(body, ChatBody) else "prompt",
+        )
+    room = context_length - input_tokens
+    wanted = _max_tokens(body)
+    max_tokens = room if wanted is None else min(max(wanted, 1), room)
+    eos = () if body.ignore_eos else eos_token_ids
+    return Sampling(
+        max_tokens=max_tokens,
+        min_tokens=min(max(_whole(body.min_tokens, 0, "min_tokens"), 0), max_tokens),
+        temperature=_within(body.temperature, 1.0, 0.0, 100.0, "temperature"),
+        top_p=_within(body.top_p, 1.0, 0.0, 1.0, "top_p"),
+        top_k=max(_whole(body.top_k, 0, "top_k"), 0),
+        min_p=_within(body.min_p, 0.0, 0.0, 1.0, "min_p"),
+        presence_penalty=_within(body.presence_penalty, 0.0, -2.0, 2.0, "presence_penalty"),
+        frequency_penalty=_within(body.frequency_penalty, 0.0, -2.0, 2.0, "frequency_penalty"),
+        repetition_penalty=_within(body.repetition_penalty, 1.0, 0.0, 100.0, "repetition_penalty"),
+        seed=None if body.seed is None else _whole(body.seed, 0, "seed") % _SEEDS,
+        stop_token_ids=[*eos, *_token_ids(body.stop_token_ids)],
+        ignore_eos=bool(body.ignore_eos),
+        logprobs=_logprobs(body),
+        structured=_structured(body),
+    )
+
+
+def check_supported(body: ChatBody | CompletionBody) -> None:
+    """What this server does not do must not be ignored silently where the answer would differ."""
+    if _whole(body.n, 1, "n") != 1:
+        raise InvalidTurn("n must be 1: send the request several times", param="n")
+    if len(body.stops) > MAX_STOPS:
+        raise InvalidTurn(f"at most {MAX_STOPS} stop sequences", param="stop")
+    if isinstance(body, CompletionBody):
+        if _whole(body.best_of, 1, "best_of") != 1:
+            raise InvalidTurn("best_of must be 1", param="best_of")
+        if body.suffix:
+            raise InvalidTurn("this model can not fill in before a suffix", param="suffix")
+
+
+def is_resumable(body: ChatBody | CompletionBody, sampling: Sampling) -> bool:
+    """Whether another worker can go on after the first token: not where state beyond the tokens decides them."""
+    grammar = sampling.structured is not None
+    call = isinstance(body, ChatBody) and body.must_call_a_tool
+    return not (grammar or call or body.prompt_logprobs)
+
+
+def _max_tokens(body: ChatBody | CompletionBody) -> int | None:
+    said = body.max_tokens
+    if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
+        said = body.max_completion_tokens
+    return None if said is None else _whole(said, 0, "max_tokens")
+
+
+def _logprobs(body: ChatBody | CompletionBody) -> int | None:
+    if isinstance(body, ChatBody):
+        if not body.logprobs:
+            return None
+        said: Number | None = body.top_logprobs or 0
+    else:
+        said = body.logprobs
+    return None if said is None else min(max(_whole(said, 0, "logprobs"), 0), MAX_LOGPROBS)
+
+
+def _structured(body: GenerationBody) -> dict[str, Any] | None:
+    """vLLM's words for it, which other engines' adapters translate."""
+    if body.structured_outputs:
+        return body.structured_outputs
+    for word, said in (
+        ("json", body.guided_json),
+        ("regex", body.guided_regex),
+        ("choice", body.guided_choice),
+        ("grammar", body.guided_grammar),
+    ):
+        if said is not None:
+            return {word: said}
+    return _response_format(body.response_format)
+
+
+def _response_format(said: dict[str, Any] | None) -> dict[str, Any] | None:
+    kind = None if said is None else said.get("type")
+    match kind:
+        case None | "text":
+            return None
+        case "json_object":
+            return {"json_object": True}
+        case "json_schema":
+            named: Any = None if said is None else said.get("json_schema")
+            if isinstance(named, dict) and "schema" in named:
+                return {"json": named["schema"]}
+            raise InvalidTurn("json_schema needs a schema", param="response_format.json_schema")
+        case _:
+            raise InvalidTurn(
+                f"no response_format is called {kind!r}", param="response_format.type"
+            )
+
+
+def _within(said: Number | None, unsaid: float, low: float, high: float, name: str) -> float:
+    if said is None:
+        return unsaid
+    if not low <= said <= high:
+        raise InvalidTurn(f"{name} must be between {low:g} and {high:g}, got {said:g}", param=name)
+    return float(said)
+
+
+def _whole(said: Number | None, unsaid: int, name: str) -> int:
+    if said is None:
+        return unsaid
+    if not math.isfinite(said):
+        raise InvalidTurn(f"{name} must be a number", param=name)
+    return int(said)
+
+
+def _token_ids(said: list[int] | None) -> list[int]:
+    ids = said or []
+    if any(not 0 <= token < 1 << 32 for token in ids):
+        raise InvalidTurn("stop_token_ids must be token ids", param="stop_token_ids")
+    return ids
