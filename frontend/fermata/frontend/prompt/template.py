@@ -105,17 +105,17 @@ class ChatTemplate:
 
 
 class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    def getattr(self, obj: Any, attribute: str) -> Any:  # noqa: ANN401  (Jinja's signature)
+    def getattr(self, obj: object, attribute: str) -> object:
         """As the sandbox has it, without its detours for the three types that histories are walked with.
 
         A dict has an item or nothing under a name that is no method's; the loop and namespaces are Jinja's own and safe
         but for underscores. Both are what the sandbox finds out by way of exceptions and type checks.
         """
-        kind: type[object] = type(obj)
+        kind = type(obj)
         if kind is dict:
             if attribute not in _DICT_NAMES:
                 try:
-                    return obj[attribute]
+                    return obj[attribute]  # type: ignore[index]  # pyright: ignore[reportIndexIssue]
                 except KeyError:
                     return self.undefined(obj=obj, name=attribute)
         elif kind in _OWN_TYPES and attribute[0] != "_":
