@@ -4,7 +4,8 @@ A tokenizer first takes the added tokens out of the raw text and then normalises
 them alone. So the start of an added token is a safe place to cut, provided that
 it is matched in the raw text (`normalized=false`),
 it takes no white space from its left (`lstrip=false`) and looks at no neighbour (`single_word=false`),
-and wherever its text stands it *is* matched: no other added token contains it or can cover its beginning.
+wherever its text stands it *is* matched: no other added token contains it or can cover its beginning,
+and it begins with a mark, so that a `single_word` token to its left ends a word either way.
 
 The right half begins with the token itself, never after it: what follows then is not at offset 0, where some
 tokenizers put a space in front.
@@ -15,10 +16,14 @@ A text's last safe boundary at or before the point where it leaves a known text 
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
 from fermata.core.model_folder import AddedToken
+
+# Neither white space nor what any regex library counts as part of a word.
+_MARKS = frozenset({"Ps", "Pe", "Pi", "Pf", "Pd", "Po", "Sm", "Sc", "Sk"})
 
 _Trie: TypeAlias = dict[str, "_Trie"]
 
@@ -27,8 +32,8 @@ class SafeBoundaries:
     """The safe added tokens of one tokenizer; immutable."""
 
     def __init__(self, added_tokens: Sequence[AddedToken]) -> None:
-        contents = [token.content for token in added_tokens if token.content]
-        self.tokens = tuple(t.content for t in added_tokens if _is_safe(t, contents))
+        hiding = _Hiding([token.content for token in added_tokens if token.content])
+        self.tokens = tuple(t.content for t in added_tokens if _is_safe(t, hiding))
         self._pattern = re.compile(_any_of(self.tokens)) if self.tokens else None
 
     def starts(self, text: str, start: int) -> list[int]:
@@ -46,21 +51,29 @@ class SafeBoundaries:
         return self._pattern is not None and self._pattern.match(text, position) is not None
 
 
-def _is_safe(token: AddedToken, contents: Sequence[str]) -> bool:
+def _is_safe(token: AddedToken, hiding: _Hiding) -> bool:
     content = token.content
-    if not content or content[0].isspace() or token.normalized or token.lstrip or token.single_word:
+    if not content or token.normalized or token.lstrip or token.single_word:
         return False
-    return not any(_hides(other, content) for other in contents)
+    return unicodedata.category(content[0]) in _MARKS and not hiding.may_hide(content)
 
 
-def _hides(other: str, content: str) -> bool:
-    """Whether a match of `other` can keep `content` from being matched where it stands: by containing it, or by
-    beginning before it and ending inside it. Matching is leftmost-longest, so a shorter one at its start can not.
+class _Hiding:
+    """Tells which added tokens others can keep from being matched: linear in all their lengths, as some tokenizers
+    have six thousand.
     """
-    if other != content and content in other:
-        return True
-    overlaps = range(1, min(len(other), len(content)))
-    return any(content.startswith(other[-size:]) for size in overlaps)
+
+    def __init__(self, contents: Sequence[str]) -> None:
+        self._all = "\x00".join(contents)
+        self._ends = {content[i:] for content in contents for i in range(1, len(content))}
+
+    def may_hide(self, content: str) -> bool:
+        """Whether another token contains this one, or begins before it and ends inside it (as its own copy may).
+        Matching is leftmost-longest, so a shorter token that begins with it can not.
+        """
+        if self._all.count(content) > 1:
+            return True
+        return any(content[:size] in self._ends for size in range(1, len(content)))
 
 
 def _any_of(tokens: Iterable[str]) -> str:

@@ -22,6 +22,8 @@ from fermata.core.model_folder import AddedToken
 from fermata.frontend.prompt.tokenizer import ReferenceTokenizer
 
 REPLACEMENT = "\ufffd"
+# What an id stands for, one byte an id.
+_NO_TEXT, _TEXT, _SPELLED_BYTE = range(3)
 _CONTEXT_TOKENS = 4
 _LONG_WINDOW = 64
 _TABLE_PROBES = 200
@@ -51,14 +53,16 @@ class Vocabulary:
         *,
         reference: ReferenceTokenizer,
         special_ids: frozenset[int],
-        decoders: frozenset[str],
-        byte_ids: frozenset[int],
+        kinds: bytes,
+        joins_bytes: bool,
         table: list[bytes] | None,
     ) -> None:
         self._reference = reference
-        self._special_ids = special_ids
-        self._byte_ids = byte_ids
-        self._joins_bytes = "ByteLevel" in decoders
+        self._kinds = kinds
+        self._shown_kinds = bytes(
+            _NO_TEXT if i in special_ids else kind for i, kind in enumerate(kinds)
+        )
+        self._joins_bytes = joins_bytes
         self._table = table
         self._shown_table = table and [
             b"" if i in special_ids else spelled for i, spelled in enumerate(table)
@@ -76,14 +80,15 @@ class Vocabulary:
             table = _byte_table(vocabulary, reference.vocab_size)
             if not _equals(table, reference):
                 table = None
-        byte_ids = frozenset[int]()
-        if "ByteFallback" in decoders:
-            byte_ids = frozenset(i for token, i in vocabulary.items() if _is_spelled_byte(token))
+        kinds = bytearray(reference.vocab_size)
+        for token, i in vocabulary.items():
+            is_byte = "ByteFallback" in decoders and _is_spelled_byte(token)
+            kinds[i] = _SPELLED_BYTE if is_byte else _TEXT
         return cls(
             reference=reference,
             special_ids=frozenset(token.id for token in added_tokens if token.special),
-            decoders=decoders,
-            byte_ids=byte_ids,
+            kinds=bytes(kinds),
+            joins_bytes="ByteLevel" in decoders,
             table=table,
         )
 
@@ -97,8 +102,7 @@ class Vocabulary:
             return _ByteDetokenizer(table)
         return _WindowDetokenizer(
             self._reference,
-            hidden=self._special_ids if skip_special_tokens else frozenset(),
-            byte_ids=self._byte_ids,
+            kinds=self._shown_kinds if skip_special_tokens else self._kinds,
             joins_bytes=self._joins_bytes,
         )
 
@@ -129,17 +133,9 @@ class _WindowDetokenizer:
     that still lacks bytes.
     """
 
-    def __init__(
-        self,
-        reference: ReferenceTokenizer,
-        *,
-        hidden: frozenset[int],
-        byte_ids: frozenset[int],
-        joins_bytes: bool,
-    ) -> None:
+    def __init__(self, reference: ReferenceTokenizer, *, kinds: bytes, joins_bytes: bool) -> None:
         self._reference = reference
-        self._hidden = hidden
-        self._byte_ids = byte_ids
+        self._kinds = kinds
         self._joins_bytes = joins_bytes
         self._window: list[int] = []
         self._run: list[int] = []
@@ -147,9 +143,11 @@ class _WindowDetokenizer:
         self._sent = 0
 
     def push(self, tokens: Sequence[int] | memoryview[int]) -> str:
-        fresh = [*self._run, *(token for token in tokens if token not in self._hidden)]
+        kinds = self._kinds
+        # What has no text must not part two bytes of one character.
+        fresh = self._run + [token for token in tokens if token < len(kinds) and kinds[token]]
         whole = len(fresh)
-        while whole and fresh[whole - 1] in self._byte_ids:
+        while whole and kinds[fresh[whole - 1]] == _SPELLED_BYTE:
             whole -= 1
         self._run = fresh[whole:]
         if not whole:
