@@ -120,6 +120,9 @@ class LeaseProgress(Part, frozen=True):
     event_sequence: int = -1
     """finished: the rank's KV event sequence when the last token went out; the promise ends once
     it is applied."""
+    request: RequestId = RequestId("")
+    """With lease 0 and `cancelled` only: the client of this turn went away while its Route had no
+    answer yet. A Grant that crosses it on the way is given back as any other."""
 
 
 class Progress(Message, frozen=True, tag=14):
