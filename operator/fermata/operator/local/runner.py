@@ -205,7 +205,7 @@ class Runner:
             self._failed = self._failed or death
             return
         self._console.progress(death.id, death_line(death))
-        if death.code > 0 and death.deaths <= START_DEATHS:
+        if death.code > 0 and death.deaths == 1:  # the next ones will have the same to say
             self._console.quote(death.id, last_lines(self._folder.log(death.id), 5))
 
     def _cannot_start(self, fleet: Fleet, started_at: float) -> bool:
