@@ -1,0 +1,202 @@
+"""From a decoded body to a turn: model, identity, hints, prompt, limits. What is wrong is said here, as a TurnError.
+
+All of it is cheap but tokenising a long text that is new. That goes to a thread, so other clients' streams go on
+meanwhile; the cache lookup before it and the insertion after it stay in the loop, which alone touches the cache.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, cast
+
+from fermata.core.errors import NotFound
+from fermata.core.hashing import TOKEN_BYTES, hash_seed
+from fermata.core.ids import RequestId, new_request_id
+from fermata.frontend.config import FrontendConfig
+from fermata.frontend.hints import cache_salt, namespace_of, parse_hints
+from fermata.frontend.identity import (
+    Identity,
+    ScopedIdentity,
+    capped,
+    identify,
+    inferred,
+    scoped,
+    unknown,
+)
+from fermata.frontend.keys import Caller
+from fermata.frontend.lineage import Lineages
+from fermata.frontend.prompt import Prompt, PromptModel
+from fermata.frontend.request import ChatBody, CompletionBody, message_inputs
+from fermata.frontend.sampling import check_supported, is_resumable, sampling_of
+from fermata.frontend.turn_model import TurnSpec
+
+InputTrigger = Literal["user_message", "tool_result", "other"]
+_TRIGGERS: dict[str, InputTrigger] = {
+    "user": "user_message",
+    "tool": "tool_result",
+    "function": "tool_result",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Intent:
+    """A turn that may be submitted, and what the answer and the trace want to know of it."""
+
+    spec: TurnSpec
+    identity: Identity
+    """As the client said it; the spec has the scoped one."""
+    prompt: Prompt
+    trigger: InputTrigger
+    client_request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Asker:
+    caller: Caller
+    headers: Mapping[str, str]
+    identity: Identity
+    namespace: str
+    seed: int
+
+
+class Intake:
+    def __init__(
+        self,
+        config: FrontendConfig,
+        *,
+        model: PromptModel,
+        lineages: Lineages,
+        context_length: int,
+        threads: Executor,
+    ) -> None:
+        self.context_length = context_length
+        self._config = config
+        self._model = model
+        self._lineages = lineages
+        self._threads = threads
+
+    async def chat(self, body: ChatBody, caller: Caller, headers: Mapping[str, str]) -> Intent:
+        asker = self._check(body, caller, headers)
+        text = self._model.render(
+            body.messages,
+            tools=body.shown_tools,
+            documents=body.documents,
+            add_generation_prompt=body.add_generation_prompt is not False,
+            variables=body.template_variables,
+        )
+        return self._intent(body, await self._prepare(text, asker), asker)
+
+    async def completion(
+        self, body: CompletionBody, caller: Caller, headers: Mapping[str, str]
+    ) -> Intent:
+        asker = self._check(body, caller, headers)
+        asked = body.single_prompt()
+        if isinstance(asked, str):
+            prompt = await self._prepare(asked, asker, add_special_tokens=True)
+        else:
+            path = self._model.path
+            prompt = path.prepare_ids(asked, seed=asker.seed, lineage=asker.identity.session)
+        return self._intent(body, prompt, asker)
+
+    def _check(
+        self, body: ChatBody | CompletionBody, caller: Caller, headers: Mapping[str, str]
+    ) -> _Asker:
+        names = self._config.model_names
+        if body.model is not None and body.model not in names:
+            raise NotFound(f"no model {body.model!r} here, only {', '.join(names)}", param="model")
+        check_supported(body)
+        salt = cache_salt(body.nvext, body.cache_salt, headers)
+        namespace = namespace_of(caller.tenant, salt)
+        return _Asker(caller, headers, identify(headers), namespace, hash_seed(namespace=namespace))
+
+    async def _prepare(
+        self, text: str, asker: _Asker, *, add_special_tokens: bool = False
+    ) -> Prompt:
+        path = self._model.path
+        pending = path.begin(
+            text,
+            seed=asker.seed,
+            lineage=asker.identity.session,
+            add_special_tokens=add_special_tokens,
+        )
+        if pending.new_chars > self._config.http.thread_chars:
+            await asyncio.get_running_loop().run_in_executor(self._threads, pending.encode)
+        else:
+            pending.encode()
+        return path.finish(pending)
+
+    def _intent(self, body: ChatBody | CompletionBody, prompt: Prompt, asker: _Asker) -> Intent:
+        headers, identity = asker.headers, asker.identity
+        sampling = sampling_of(
+            body,
+            input_tokens=prompt.input_tokens,
+            context_length=self.context_length,
+            eos_token_ids=self._model.folder.eos_token_ids,
+        )
+        request = new_request_id()
+        who = self._session(request, body, prompt, asker)
+        spec = TurnSpec(
+            request=request,
+            key=who.key,
+            model=self._config.model.name,
+            prompt=prompt.tokens,
+            hashes=prompt.hashes.tobytes(),
+            block_size=self._config.block_size,
+            seed=asker.seed,
+            sampling=sampling,
+            session=who.session,
+            parent=who.parent,
+            inferred=who.inferred,
+            final=identity.final,
+            streaming=bool(body.stream),
+            resumable=is_resumable(body, sampling),
+            namespace=asker.namespace,
+            hints=parse_hints(body.nvext, headers),
+            policy_class=capped(headers.get("x-dynamo-meta-policy-class", "")),
+            client_timeout_s=_seconds(headers.get("x-stainless-timeout", "")),
+            inputs=partial(message_inputs, _history(body, prompt)),
+        )
+        client_request = capped(headers.get("x-request-id", ""))
+        return Intent(spec, identity, prompt, _trigger(body), client_request)
+
+    def _session(
+        self, request: RequestId, body: ChatBody | CompletionBody, prompt: Prompt, asker: _Asker
+    ) -> ScopedIdentity:
+        if asker.identity.session:
+            return scoped(asker.identity, tenant=asker.caller.tenant)
+        if not self._config.infer_sessions:
+            return unknown(request)
+        full = len(prompt.hashes) * self._config.block_size * TOKEN_BYTES
+        lineage = self._lineages.infer(
+            scope=asker.caller.scope,
+            hashes=prompt.hashes,
+            tail=prompt.tokens[full:],
+            messages=len(body.messages) if isinstance(body, ChatBody) else 0,
+        )
+        return unknown(request) if lineage is None else inferred(lineage)
+
+
+def _history(body: ChatBody | CompletionBody, prompt: Prompt) -> list[Any]:
+    """As a simulated responder reads it; a completion's prompt is its one message."""
+    if isinstance(body, ChatBody):
+        return body.messages
+    return [{"role": "user", "content": prompt.text}]
+
+
+def _trigger(body: ChatBody | CompletionBody) -> InputTrigger:
+    if isinstance(body, CompletionBody):
+        return "other"
+    last = cast("dict[str, Any]", body.messages[-1])  # the template has read it
+    return _TRIGGERS.get(str(last.get("role")), "other")
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text) if text else 0.0
+    except ValueError:
+        return 0.0
+    return seconds if 0.0 < seconds < 1e6 else 0.0
