@@ -1,7 +1,7 @@
-"""The incremental prompt path against a fresh tokenisation by the reference, over tokenizer families that cut differently.
+"""The incremental prompt path against a fresh tokenisation by the reference, over families that cut differently.
 
-Each family has added tokens of every kind: safe ones, and ones at which a cut would be wrong. The oracle is `tokenizers` on
-the whole text, and block hashes over its ids.
+Each family has added tokens of every kind: safe ones, and ones at which a cut would be wrong. The oracle is
+`tokenizers` on the whole text, and block hashes over its ids.
 """
 
 from __future__ import annotations
@@ -273,11 +273,15 @@ def test_a_long_walk_of_edits_forks_and_evictions_gives_the_ids_of_a_fresh_token
 
 
 TEMPLATES = {
-    "plain": "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n",
+    "plain": (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "<|im_start|>assistant\n"
+    ),
     "thinking": (
         "{% set last = messages | map(attribute='role') | list %}"
         "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-        "{% if m.role == 'assistant' and 'user' not in last[loop.index:] %}<think>\n{{ m.reasoning_content }}</think>{% endif %}"
+        "{% if m.role == 'assistant' and 'user' not in last[loop.index:] %}"
+        "<think>\n{{ m.reasoning_content }}</think>{% endif %}"
         "{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n<think>\n"
     ),
     "stripped": "{% for m in messages %}<|im_start|> {{ m.content | trim }} <|im_end|>{% endfor %}",

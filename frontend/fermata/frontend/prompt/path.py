@@ -23,8 +23,6 @@ from fermata.frontend.prompt.boundary import SafeBoundaries
 from fermata.frontend.prompt.prefix_tree import Known, PrefixTree
 from fermata.frontend.prompt.tokenizer import Tokenizer
 
-LINEAGES_KEPT = 16_384
-
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
@@ -96,7 +94,9 @@ class PromptPath:
         added_tokens: Sequence[AddedToken],
         block_size: int,
         cache_bytes: int,
+        lineages_kept: int = 16_384,
     ) -> None:
+        self._lineages_kept = lineages_kept
         self.counters = PromptCounters()
         self.boundaries = SafeBoundaries(added_tokens)
         self._tokenizer = tokenizer
@@ -211,7 +211,7 @@ class PromptPath:
         if hashes:
             self._lineages[lineage] = (len(hashes), hashes[-1])
             self._lineages.move_to_end(lineage)
-            if len(self._lineages) > LINEAGES_KEPT:
+            if len(self._lineages) > self._lineages_kept:
                 self._lineages.popitem(last=False)
         if before is None:
             return False

@@ -164,7 +164,7 @@ class PrefixTree:
     def _attach(self, parent: Span, new: Span) -> Span:
         key = new.first_piece
         if key in parent.children:
-            # Two pieces of one 64-bit hash: the older one stays, this text is tokenised each time.
+            # Another piece of the same 64-bit hash: that one stays, this text is tokenised each time.
             return parent
         new.parent = parent
         parent.children[key] = new
@@ -213,17 +213,18 @@ class PrefixTree:
                     self._push(span)
                 else:
                     self._drop(span)
+        self._clean_queue()
 
     def _push(self, leaf: Span) -> None:
         if not leaf.queued:
             leaf.queued = True
             self._pushed += 1
             heapq.heappush(self._queue, (leaf.last_used, self._pushed, leaf))
-            if len(self._queue) > 2 * self.spans + _STALE_ENTRIES:
-                self._clean_queue()
 
     def _clean_queue(self) -> None:
         """Entries of spans that have children again, or were merged away, go when they are the greater part."""
+        if len(self._queue) <= 2 * self.spans + _STALE_ENTRIES:
+            return
         keep = [entry for entry in self._queue if entry[2].alive and not entry[2].children]
         for _, _, span in self._queue:
             span.queued = False
@@ -258,6 +259,7 @@ class PrefixTree:
         spans = list(self)
         queued = {id(span) for _, _, span in self._queue}
         assert len(queued) == len(self._queue), "queued twice"
+        assert len(queued) <= 2 * self.spans + _STALE_ENTRIES, "what is gone is not let go"
         assert len(spans) == self.spans, (len(spans), self.spans)
         assert sum(span.size_bytes for span in spans) == self.size_bytes
         for span in spans:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -172,7 +172,10 @@ class FastTokenizer:
 
 
 def load_tokenizer(
-    file: Path, *, added_tokens: Sequence[str]
+    file: Path,
+    *,
+    added_tokens: Sequence[str],
+    fast_tokenizer: Callable[[Path, ReferenceTokenizer], Tokenizer] = FastTokenizer,
 ) -> tuple[Tokenizer, ReferenceTokenizer, TokenizerChoice]:
     """`fastokens` where all probes equal `tokenizers`, else `tokenizers`; and the reference itself in any case.
 
@@ -181,7 +184,7 @@ def load_tokenizer(
     reference = ReferenceTokenizer(file)
     started = time.perf_counter()
     try:
-        fast = FastTokenizer(file, reference)
+        fast = fast_tokenizer(file, reference)
     except ValueError as error:
         reason = f"fastokens can not take this folder: {error}"
         return reference, reference, TokenizerChoice("tokenizers", reason, 0, 0.0)
