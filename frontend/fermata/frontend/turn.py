@@ -188,7 +188,8 @@ class Turn:
         self.grant = grant
         self.lease = grant.lease
         self.stage = Stage.GRANTED
-        self.times.granted = now
+        if not self.times.first_token:
+            self.times.granted = now
         return [Dispatch(self)]
 
     def rejected(self, reject: Reject, now: float) -> Effects:

@@ -162,7 +162,7 @@ class Times:
 
     received: float
     granted: float = 0.0
-    """The present attempt's, or the last one's."""
+    """Of the attempt that made the first token, or of the last one so far."""
     first_token: float = 0.0
     last_token: float = 0.0
     ended: float = 0.0
