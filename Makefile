@@ -68,11 +68,13 @@ test-e2e: $(VENV)/.dev ## real processes, real clients, real faults
 	@$(PYTEST) --timeout=180 --junitxml=$(BUILD)/junit/e2e.xml tests/e2e
 
 cover: $(VENV)/.dev ## unit and property tests with branch coverage of the pure core (95 % or it fails)
-	@rm -f .coverage
-	@$(PYTEST) --cov --cov-report= --junitxml=$(BUILD)/junit/unit.xml $(wildcard $(UNIT))
-	@$(PYTEST) --cov --cov-append --cov-report= --timeout=400 --junitxml=$(BUILD)/junit/property.xml tests/properties
-	@$(BIN)/coverage json --quiet -o $(BUILD)/coverage.json --fail-under=0
-	@$(BIN)/python .ci/branch_coverage.py $(BUILD)/coverage.json
+	@rm -f .coverage; code=0; \
+	$(PYTEST) --cov --cov-report= --junitxml=$(BUILD)/junit/unit.xml $(wildcard $(UNIT)) || code=1; \
+	$(PYTEST) --cov --cov-append --cov-report= --timeout=400 --junitxml=$(BUILD)/junit/property.xml \
+		tests/properties || code=1; \
+	$(BIN)/coverage json --quiet -o $(BUILD)/coverage.json --fail-under=0 || code=1; \
+	$(BIN)/python .ci/branch_coverage.py $(BUILD)/coverage.json || code=1; \
+	exit $$code
 
 bench: $(VENV)/.dev ## measure, print a table, write build/bench.json; never fails
 	@$(BIN)/python -P benchmarks/bench.py

@@ -281,6 +281,39 @@ BAD: dict[str, tuple[str, str, str]] = {
         ":23: RouterPolicy fast: spec.scheduler.thunderAgent.pauseTarget: 0.99 is above pauseThreshold 0.95"
         " (lower it to pauseThreshold or below)",
     ),
+    "hysteresis above the threshold": (
+        "    kvAware:\n      temperature: 0.5", "    thunderAgent: {resumeHysteresis: 0.99}",
+        ":23: RouterPolicy fast: spec.scheduler.thunderAgent.resumeHysteresis: 0.99 is above pauseThreshold 0.95"
+        " (lower it to pauseThreshold or below)",
+    ),
+    "hard affinity under ThunderAgent": (
+        "    type: KVAware\n    kvAware:\n      temperature: 0.5\n  sessionAffinity:",
+        "    type: ThunderAgent\n  sessionAffinity:\n    mode: Hard",
+        ":24: RouterPolicy fast: spec.sessionAffinity.mode: Hard affinity leaves ThunderAgent nowhere to resume"
+        " a program (use Soft)",
+    ),
+    "real engine in fast motion": (
+        "  routerPolicyRef: fast\n  workers:\n", "  routerPolicyRef: fast\n  clock: {speedup: 2}\n  workers:\n"
+        "    - {name: real, engine: VLLM}\n",
+        ":9: AgentDeployment demo: spec.clock.speedup: group 'real' is a real engine (set it to 1)",
+    ),
+    "real engine without a model": (
+        "      replicas: 2", "      engine: SGLang",
+        ":6: AgentDeployment demo: spec.model.path: group 'sim' is a real engine (name the model's folder)",
+    ),
+    "control character": (
+        "name: tiny", "name: \x07tiny",
+        ":7: not valid YAML: character '\\x07' is not allowed (remove it)",
+    ),
+    "date for text": (
+        "    name: tiny", "    name: 2026-01-01",
+        ":7: AgentDeployment demo: spec.model.name: expected text, got 2026-01-01 (date) (write text)",
+    ),
+    "text of no number": (
+        "kvBlocks: 512", "kvBlocks: '2.5'",
+        ":13: AgentDeployment demo: spec.workers[0].simulated.kvBlocks: expected a whole number, got the text '2.5'"
+        " (write digits)",
+    ),
     "policy that is not there": (
         "routerPolicyRef: fast", "routerPolicyRef: fasst",
         ":8: AgentDeployment demo: spec.routerPolicyRef: no RouterPolicy 'fasst' in this file (add it, or name fast)",

@@ -25,11 +25,9 @@ class Document:
 
     def line(self, path: FieldPath) -> int:
         """Line of the field, or of the nearest thing around it that is written down."""
-        for end in range(len(path), -1, -1):
-            line = self.lines.get(path[:end])
-            if line is not None:
-                return line
-        return 1
+        while path not in self.lines and path:
+            path = path[:-1]
+        return self.lines.get(path, 1)
 
 
 def as_mapping(value: object) -> dict[str, object] | None:
@@ -60,7 +58,15 @@ def parse_path(text: str) -> FieldPath:
 
 def read_documents(text: str, *, where: str) -> list[Document]:
     """Non-empty documents in file order. Raises ConfigError on bad YAML and on a key written twice."""
-    loader = yaml.SafeLoader(text)
+    try:
+        loader = yaml.SafeLoader(text)
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise ConfigError(
+            f"not valid YAML: character {text[error.position]!a} is not allowed",
+            where=f"{where}:{line}",
+            fix="remove it",
+        ) from None
     try:
         return [document for document in _documents(loader, where) if document.data is not None]
     except yaml.YAMLError as error:
@@ -74,8 +80,7 @@ def read_documents(text: str, *, where: str) -> list[Document]:
 def _documents(loader: yaml.SafeLoader, where: str) -> Iterator[Document]:
     while loader.check_node():
         node = loader.get_node()
-        if node is None:
-            continue
+        assert node is not None, "check_node said there is one"
         lines: dict[FieldPath, int] = {}
         _locate(node, (), lines, (), where)
         yield Document(data=_construct(loader, node), lines=lines)
@@ -118,8 +123,8 @@ def _locate(
 
 
 def _syntax_error(error: yaml.YAMLError, where: str) -> ConfigError:
-    if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
-        return ConfigError(f"not valid YAML: {' '.join(str(error).split())}", where=where)
+    assert isinstance(error, yaml.MarkedYAMLError), "only the reader raises others, and it is done"
+    assert error.problem_mark is not None, error
     problem = error.problem or "it can not be read"
     mark = error.problem_mark
     # An open quote or bracket is noticed at the end of the file; the line to fix is where it began.
