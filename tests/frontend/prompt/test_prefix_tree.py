@@ -199,3 +199,23 @@ def test_a_span_is_compared_whatever_the_width_of_its_characters() -> None:
             assert not span.is_at("12" + own[:2], 2)
             assert span.shared_length("12" + own[:2] + "z" + after, 2) == 2
             assert span.shared_length("12" + own + after, 2) == 3
+
+
+def test_joining_spans_never_joins_hashes_over_a_gap() -> None:
+    def span(start: int, known: dict[int, list[int]]) -> Span:
+        made = Span(
+            start=start,
+            start_token=start,
+            text="|" + "x" * 7,
+            tokens=token_frame([0] * 8),
+            cuts=array("I"),
+            cut_tokens=array("I"),
+        )
+        for seed, hashes in known.items():
+            made.remember_hashes(seed, array("Q", hashes))
+        return made
+
+    head = span(0, {1: [11, 12], 2: [21], 3: [31, 32]})
+    head.extend(span(8, {1: [13, 14], 2: [23, 24], 4: [43, 44]}), BLOCK)
+    known = {seed: hashes.tolist() for seed, hashes in head.hashes.items()}
+    assert known == {1: [11, 12, 13, 14], 2: [21], 3: [31, 32]}
