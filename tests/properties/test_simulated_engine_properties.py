@@ -300,17 +300,19 @@ class EngineMachine(RuleBasedStateMachine):
 
     @invariant()
     def routers_are_told_exactly_the_blocks_whose_pages_are_all_there(self) -> None:
-        present: set[int] = set()
+        present: dict[int, int | None] = {}
         for asked in self.asked.values():
             tokens = asked.tokens + asked.said
             pages = self._pages(tokens, asked.namespace)
             seed = hash_seed(namespace=asked.namespace)
             per_block = BLOCK // self.page
+            parent = None
             for index, block in enumerate(sequence_hashes(token_frame(tokens), BLOCK, seed=seed)):
                 mine = pages[index * per_block : (index + 1) * per_block]
                 if all(self.engine.pool.is_visible(page) for page in mine):
-                    present.add(block)
-        assert present == self.parents.keys()
+                    present[block] = parent
+                parent = block
+        assert present == self.parents
 
     @invariant()
     def a_higher_priority_never_waits_behind_a_lower_one(self) -> None:

@@ -77,30 +77,32 @@ class Scheduler:
         while at < len(sequences) and budget > 0:
             sequence = sequences[at]
             tokens = min(sequence.chain.length - sequence.computed, budget)
-            if sequence.computed + tokens > sequence.room:
-                budget += self._make_room(sequence, sequence.computed + tokens)
-                if sequence.phase is Phase.WAITING:
-                    continue  # it preempted itself, so the list is shorter now
+            if sequence.computed + tokens > sequence.room and not self._make_room(
+                sequence, sequence.computed + tokens
+            ):
+                continue  # it preempted itself, so the list is shorter now
             sequence.scheduled = tokens
             batch.append(sequence)
             budget -= tokens
             at += 1
         return budget
 
-    def _make_room(self, sequence: Sequence, tokens: int) -> int:
+    def _make_room(self, sequence: Sequence, tokens: int) -> bool:
         """Extends its pages to hold `tokens`, preempting the last in order for as long as that
-        takes, at worst itself. Returns the budget that came back from those preempted."""
+        takes; False when that was itself.
+
+        What a preempted one had of the step's budget is not given out again: between steps at most
+        one sequence is in the middle of its prefill, so nobody is left to take it.
+        """
         assert sequence.blocks is not None
-        returned = 0
         pages = -(-tokens // self._page)
         while not self._pool.extend(sequence.blocks, pages):
             victim = max((q[-1] for q in (self.decoding, self.prefilling) if q), key=_by_order)
-            returned += victim.scheduled
             self._preempt(victim)
             if victim is sequence:
-                return returned
+                return False
         sequence.room = pages * self._page
-        return returned
+        return True
 
     def _preempt(self, sequence: Sequence) -> None:
         self.preemptions += 1
@@ -159,6 +161,8 @@ class Scheduler:
             assert all(s.phase is phase for s in sequences)
         assert all(s.phase is Phase.WAITING and s.blocks is None for s in self.waiting)
         assert sum(s.scheduled for s in running) <= self._budget
+        unfinished = [s for s in self.prefilling if s.computed + s.scheduled < s.chain.length]
+        assert len(unfinished) <= 1
         for sequence in running:
             self._check_running(sequence)
 
