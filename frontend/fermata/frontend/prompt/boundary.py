@@ -33,8 +33,12 @@ class SafeBoundaries:
 
     def __init__(self, added_tokens: Sequence[AddedToken]) -> None:
         hiding = _Hiding([token.content for token in added_tokens if token.content])
-        self.tokens = tuple(t.content for t in added_tokens if _is_safe(t, hiding))
-        self._pattern = re.compile(_any_of(self.tokens)) if self.tokens else None
+        self.ids = {t.content: t.id for t in added_tokens if _is_safe(t, hiding)}
+        self._pattern = re.compile(_any_of(self.ids)) if self.ids else None
+
+    @property
+    def tokens(self) -> tuple[str, ...]:
+        return tuple(self.ids)
 
     def starts(self, text: str, start: int) -> list[int]:
         """Boundaries at or after `start`, in order. O(length of the rest)."""
@@ -46,6 +50,12 @@ class SafeBoundaries:
         """The first boundary at or after `start`."""
         found = self._pattern.search(text, start) if self._pattern else None
         return found.start() if found else None
+
+    def token_at(self, text: str, boundary: int) -> str:
+        """The safe token that begins there."""
+        found = self._pattern.match(text, boundary) if self._pattern else None
+        assert found is not None, boundary
+        return found.group()
 
     def at(self, text: str, position: int) -> bool:
         return self._pattern is not None and self._pattern.match(text, position) is not None

@@ -14,12 +14,12 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 from fermata.core.errors import InvalidTurn
 from fermata.core.hashing import TOKEN_BYTES, sequence_hashes
 from fermata.core.model_folder import AddedToken
 from fermata.frontend.prompt.boundary import SafeBoundaries
+from fermata.frontend.prompt.boundary_encoder import BoundaryEncoder
 from fermata.frontend.prompt.prefix_tree import Known, PrefixTree
 from fermata.frontend.prompt.tokenizer import Tokenizer
 
@@ -69,7 +69,7 @@ class PendingPrompt:
     hashes: array[int]
     cuts: list[int]
     """Safe boundaries after the known beginning."""
-    tokenizer: Tokenizer
+    encoder: BoundaryEncoder
     new_frame: bytes = b""
     starts: array[int] = field(default_factory=lambda: array("Q"))
 
@@ -79,9 +79,7 @@ class PendingPrompt:
         return len(self.text) - self.known.chars
 
     def encode(self) -> None:
-        edges = [self.known.chars, *self.cuts, len(self.text)]
-        pieces = [self.text[a:b] for a, b in pairwise(edges)]
-        self.new_frame, self.starts = self.tokenizer.encode_pieces(pieces)
+        self.new_frame, self.starts = self.encoder.encode(self.text, self.known.chars, self.cuts)
 
 
 class PromptPath:
@@ -101,6 +99,7 @@ class PromptPath:
         self.boundaries = SafeBoundaries(added_tokens)
         self._tokenizer = tokenizer
         self._block_size = block_size
+        self._encoder = BoundaryEncoder(tokenizer, self.boundaries)
         self._tree = PrefixTree(self.boundaries, block_size=block_size, max_bytes=cache_bytes)
         self._lineages: OrderedDict[str, tuple[int, int]] = OrderedDict()
 
@@ -135,7 +134,7 @@ class PromptPath:
             frames=known.frames(),
             hashes=known.hashes(seed, self._block_size),
             cuts=self.boundaries.starts(text, known.chars + 1),
-            tokenizer=self._tokenizer,
+            encoder=self._encoder,
         )
 
     def finish(self, pending: PendingPrompt) -> Prompt:

@@ -42,9 +42,13 @@ class Tokenizer(Protocol):
         """Ids as `array('I')`."""
         ...
 
+    def encode_frame(self, text: str) -> bytes:
+        """The same as a raw u32 frame. Keeps no state, so any thread may call it; likewise `encode_pieces`."""
+        ...
+
     def encode_pieces(self, pieces: Sequence[str]) -> tuple[bytes, array[int]]:
         """Each piece on its own: the u32 frame of all of them, and where each one starts in it, counted in tokens,
-        with the total at the end. Keeps no state, so any thread may call it.
+        with the total at the end.
         """
         ...
 
@@ -53,6 +57,10 @@ class Tokenizer(Protocol):
         ...
 
     def token_to_id(self, token: str) -> int | None: ...
+
+    def spelled_by_model(self, tokens: Sequence[str]) -> set[str]:
+        """Which of these the model's own vocabulary holds too, so that other text might give their ids."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +121,9 @@ class ReferenceTokenizer:
             raise _no_unicode()
         return array("I", self._inner.encode(text, add_special_tokens=False).ids)
 
+    def encode_frame(self, text: str) -> bytes:
+        return self.encode(text).tobytes()
+
     def encode_pieces(self, pieces: Sequence[str]) -> tuple[bytes, array[int]]:
         ids = array("I")
         starts = array("Q", [0])
@@ -126,6 +137,10 @@ class ReferenceTokenizer:
 
     def token_to_id(self, token: str) -> int | None:
         return self._inner.token_to_id(token)
+
+    def spelled_by_model(self, tokens: Sequence[str]) -> set[str]:
+        own = self._inner.get_vocab(with_added_tokens=False)
+        return {token for token in tokens if token in own}
 
     def vocabulary(self) -> dict[str, int]:
         """Every token of the model and every added one."""
@@ -151,8 +166,10 @@ class FastTokenizer:
         return self._reference.leading_ids
 
     def encode(self, text: str) -> array[int]:
-        frame, _ = self.encode_pieces([text])
-        return array("I", frame)
+        return array("I", self.encode_frame(text))
+
+    def encode_frame(self, text: str) -> bytes:
+        return self.encode_pieces([text])[0]
 
     def encode_pieces(self, pieces: Sequence[str]) -> tuple[bytes, array[int]]:
         try:
@@ -169,6 +186,9 @@ class FastTokenizer:
 
     def token_to_id(self, token: str) -> int | None:
         return self._reference.token_to_id(token)
+
+    def spelled_by_model(self, tokens: Sequence[str]) -> set[str]:
+        return self._reference.spelled_by_model(tokens)
 
 
 def load_tokenizer(
