@@ -14,12 +14,12 @@ Events cost O(blocks named). Memory a block: an int key (48 bytes) and its entri
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from itertools import pairwise
 from typing import TypeAlias
 
 from fermata.router.chain_links import ROOT, ChainLinks, bits
+from fermata.router.mask_bisection import NotClosed, bisect_masks
 
 Hashes: TypeAlias = "memoryview | array[int]"
 """Sequence hashes, format Q."""
@@ -267,8 +267,8 @@ class TierIndex:
         else:
             masks = self._masks
             try:
-                found = _bisect(view, masks.__contains__, masks.__getitem__)
-            except (KeyError, _NotClosed):
+                found = bisect_masks(view, masks.__contains__, masks.__getitem__)
+            except (KeyError, NotClosed):
                 # A worker told untruths about parents. It costs time, not exactness.
                 found = self._walk(view, self._visible)
         decoded = self._decoded
@@ -282,8 +282,8 @@ class TierIndex:
             return (get(block) or older(block, 0)) & among
 
         try:
-            return _bisect(view, item, item)
-        except _NotClosed:
+            return bisect_masks(view, item, item)
+        except NotClosed:
             return self._walk(view, among)
 
     def _walk(self, view: memoryview, among: int) -> list[tuple[int, int]]:
@@ -386,46 +386,3 @@ class TierIndex:
                 if count := len(children & held):
                     gaps[parent] = count
         return gaps
-
-
-class _NotClosed(Exception):
-    """Masks grew along a chain that was thought closed."""
-
-
-def _bisect(
-    view: memoryview, present: Callable[[int], object], item: Callable[[int], int]
-) -> list[tuple[int, int]]:
-    """(depth, bits that end there) where masks only shrink along the chain; `item` is asked for present blocks."""
-    depth = _union_depth(view, present)
-    if not depth:
-        return []
-    # Reversed, masks rise, which is what bisect wants.
-    rising = view[:depth][::-1]
-    found: list[tuple[int, int]] = []
-    mask = item(view[0])
-    end = depth
-    while True:
-        start = bisect_left(rising, mask, 0, end, key=item)
-        if not start:
-            found.append((depth, mask))
-            return found
-        rest = item(rising[start - 1])
-        if rest & ~mask:
-            raise _NotClosed
-        found.append((depth - start, mask ^ rest))
-        mask = rest
-        end = start - 1
-
-
-def _union_depth(view: memoryview, present: Callable[[int], object]) -> int:
-    """How many blocks some slot has."""
-    low, high = 0, len(view)
-    if present(view[high - 1]):
-        return high
-    while low < high:
-        middle = (low + high) >> 1
-        if present(view[middle]):
-            low = middle + 1
-        else:
-            high = middle
-    return low

@@ -1,0 +1,273 @@
+"""The router, pure: messages and the time go in, messages come out.
+
+`receive` takes what a peer sent, `tick` what time brings; both return what is to be sent, in order. `next_deadline`
+says when `tick` has something to do. No I/O, no clock, no logging: the live service and the simulator drive the same
+object.
+
+Who does what: `fleet` workers, `ownership` frontends, `leasing` how leases end, `placement` where turns go. They act on
+one `RouterState` and are called from here only, so every call ends with the same epilogue: a boot that is over, and
+waiting turns that may go.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from fermata.core.ids import RouterId
+from fermata.core.ring import Ring
+from fermata.core.spec import RouterPolicySpec
+from fermata.router.fleet import Fleet
+from fermata.router.leasing import Leasing
+from fermata.router.model import Send
+from fermata.router.ownership import Ownership
+from fermata.router.placement import Placement
+from fermata.router.state import RouterConfig, RouterState
+from fermata.router.status import numbers
+from fermata.wire import messages as wire
+from fermata.wire.roles import Peer
+
+__all__ = ["Router", "RouterConfig", "Send"]
+
+_SWEEP_ENTRIES = 4096
+_SWEEP_EVERY_S = 0.01
+
+
+class Router:
+    def __init__(
+        self, config: RouterConfig, *, now: float, policy: RouterPolicySpec | None = None
+    ) -> None:
+        """Without a policy it holds turns until SetPolicy, and serves with the defaults after `BOOT_WAIT_S`."""
+        self.state = RouterState(config, policy=policy, now=now)
+        self._leasing = Leasing(self.state)
+        self._fleet = Fleet(self.state, self._leasing)
+        self._ownership = Ownership(self.state, self._leasing)
+        self._placement = Placement(self.state, self._leasing)
+        self._is_sweeping = False
+
+    def receive(
+        self, sender: Peer, message: wire.Message, frame: memoryview, now: float
+    ) -> list[Send]:
+        """What a peer sent; the wire layer has checked that its role may. Frames are kept while they are needed."""
+        match message:
+            case wire.Hello():
+                self._hello(sender, message, now)
+            case wire.SetPolicy():
+                self._set_policy(sender, message)
+            case wire.StatusRequest():
+                self.state.effects.send(sender, self.status(now))
+            case wire.Drain():
+                # All a router knows is known elsewhere too, so it may go at any time.
+                self.state.effects.send(sender, wire.DrainStatus("drained", 0))
+            case _ if sender.role is wire.Role.FRONTEND:
+                self._from_frontend(sender, message, frame, now)
+            case _ if sender.role is wire.Role.WORKER:
+                self._from_worker(sender, message, frame, now)
+            case wire.Heartbeat():
+                self._acknowledge(sender, known=True)
+            case _:
+                self.state.counters["unexpected_messages"] += 1
+        return self._finish(now)
+
+    def tick(self, now: float) -> list[Send]:
+        """What time brings. Late on silence means this process did not run: then nobody is taken for dead for it."""
+        self._forgive(now)
+        state = self.state
+        self._ownership.tick(now)
+        self._fleet.tick(now)
+        self._leasing.dispatch_timeouts(now)
+        state.affinity.expire(now, state.policy.session_affinity.ttl_s)
+        self._epilogue(now)
+        self._placement.tick(now)
+        self._is_sweeping = state.index.sweep(_SWEEP_ENTRIES)
+        return self._finish(now)
+
+    def next_deadline(self, now: float) -> float | None:
+        """When `tick` is due; None while nothing will ever be without a message."""
+        state = self.state
+        deadlines = [
+            state.owners.silence.next(),
+            state.workers.silence.next(),
+            state.workers.snapshots.next(),
+            state.workers.stalls.next(),
+            state.workers.arrivals.next(),
+            state.leases.dispatches.next(),
+            state.waiting.deadlines.next(),
+            state.affinity.next_expiry(state.policy.session_affinity.ttl_s),
+            state.boot_ends_at if state.is_booting else None,
+            now + state.real(_SWEEP_EVERY_S) if self._is_sweeping else None,
+        ]
+        return min((at for at in deadlines if at is not None), default=None)
+
+    def status(self, now: float) -> wire.Status:
+        state = self.state
+        return wire.Status(
+            state.config.id,
+            numbers(state, now),
+            {
+                "role": "router",
+                "state": "booting" if state.is_booting else "serving",
+                "incarnation": str(state.incarnation),
+                "policy": state.policy.scheduler.type,
+                "workers": ",".join(state.workers.admitted_ids()),
+            },
+        )
+
+    def check_integrity(self) -> None:
+        """O(everything): what is kept incrementally equals a recount."""
+        state = self.state
+        state.index.check_integrity()
+        state.leases.check_integrity()
+        state.loads.check_integrity()
+        state.affinity.check_integrity()
+        state.workers.check_integrity()
+        state.owners.check_integrity()
+        state.waiting.check_integrity()
+        held = {slot for worker in state.workers for slot in worker.slots}
+        held |= {slot for w in state.workers.expected.values() for slot in w.slots.values()}
+        assert held == state.seats.taken()
+
+    def _finish(self, now: float) -> list[Send]:
+        self._epilogue(now)
+        return self.state.effects.take()
+
+    def _epilogue(self, now: float) -> None:
+        state = self.state
+        if state.is_booting and (
+            now >= state.boot_ends_at or (state.has_policy and state.workers.all_admitted)
+        ):
+            state.is_booting = False
+            state.must_judge_all = True
+        if state.must_judge or state.must_judge_all:
+            self._placement.judge(now)
+
+    def _forgive(self, now: float) -> None:
+        state = self.state
+        due = [at for at in (state.owners.silence.next(), state.workers.silence.next()) if at]
+        patience_s = state.real(state.liveness.heartbeat_s)
+        if due and now - min(due) > patience_s:
+            state.counters["late_ticks"] += 1
+            state.owners.forgive(now + 2 * patience_s)
+            state.workers.forgive(now + 2 * patience_s)
+
+    def _hello(self, sender: Peer, message: wire.Hello, now: float) -> None:
+        if message.role != sender.role.value or message.id != sender.id:
+            self.state.effects.send(
+                sender, wire.Fault("unknown_peer", "Hello does not say what the link says")
+            )
+            return
+        if sender.role is wire.Role.WORKER and not self._fleet.hello(sender, message, now):
+            return
+        if sender.role is wire.Role.FRONTEND:
+            self._ownership.hello(sender, now)
+        state = self.state
+        state.effects.send(
+            sender,
+            wire.Welcome(
+                router=state.config.id,
+                number=state.config.number,
+                incarnation=state.incarnation,
+                ring=self._placement.wire_ring(),
+                policy_revision=state.policy_revision,
+                workers_ready=state.workers.ready_count,
+            ),
+        )
+        if sender.role is wire.Role.WORKER:
+            self._fleet.introduce(sender, now)
+
+    def _acknowledge(self, sender: Peer, *, known: bool) -> None:
+        state = self.state
+        state.effects.send(
+            sender,
+            wire.HeartbeatAck(
+                known, state.ring.epoch, state.policy_revision, state.workers.ready_count
+            ),
+        )
+
+    def _from_frontend(
+        self, sender: Peer, message: wire.Message, frame: memoryview, now: float
+    ) -> None:
+        owner = self.state.owners.get(sender)
+        if owner is None:
+            self._stranger(sender, message)
+            return
+        match message:
+            case wire.Route():
+                self._placement.route(owner, message, frame, now)
+            case wire.Progress():
+                self._leasing.progress(owner, message, now)
+            case wire.Heartbeat():
+                self._ownership.heartbeat(owner, message, now)
+                self._acknowledge(sender, known=True)
+            case wire.LeaseClaims():
+                self._leasing.claims(owner, message, frame.cast("Q"), now)
+            case wire.LeaseList():
+                self._leasing.owner_list(owner, message, frame.cast("Q"), now)
+            case wire.Bye():
+                self._ownership.bye(owner, now)
+            case _:
+                self.state.counters["unexpected_messages"] += 1
+
+    def _from_worker(
+        self, sender: Peer, message: wire.Message, frame: memoryview, now: float
+    ) -> None:
+        worker = self.state.workers.get(sender)
+        if worker is None:
+            self._stranger(sender, message)
+            return
+        match message:
+            case wire.KvEvents():
+                self._fleet.events(worker, message, frame.cast("Q"), now)
+            case wire.Heartbeat():
+                self._fleet.heartbeat(worker, message, now)
+                self._acknowledge(sender, known=True)
+            case wire.LoadReport():
+                self._fleet.load(worker, message, now)
+            case wire.SnapshotChunk():
+                self._fleet.chunk(worker, message, frame.cast("Q"), now)
+            case wire.LeaseList():
+                self._leasing.worker_list(sender, frame.cast("Q"), now)
+            case wire.DrainStatus():
+                self._fleet.drain_status(worker, message)
+            case wire.Bye():
+                self._fleet.bye(worker, message, now)
+            case _:
+                self.state.counters["unexpected_messages"] += 1
+
+    def _stranger(self, sender: Peer, message: wire.Message) -> None:
+        """It has not said Hello to this boot, or was taken for dead: asked to, where it waits for an answer."""
+        self.state.counters["strangers"] += 1
+        if isinstance(message, wire.Heartbeat | wire.Route):
+            self._acknowledge(sender, known=False)
+
+    def _set_policy(self, sender: Peer, message: wire.SetPolicy) -> None:
+        reasons = self._apply_policy(message)
+        self.state.counters["policies_refused"] += bool(reasons)
+        self.state.effects.send(
+            sender,
+            wire.PolicyAck(message.uid, message.generation, message.revision, not reasons, reasons),
+        )
+
+    def _apply_policy(self, message: wire.SetPolicy) -> list[str]:
+        """Why not; nothing when it is applied."""
+        state = self.state
+        if message.revision < state.policy_revision:
+            return [f"revision {message.revision} is older than {state.policy_revision}, in force"]
+        try:
+            policy = msgspec.json.decode(message.spec, type=RouterPolicySpec)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            return [str(error)]
+        problems = [f"{field}: {what} ({fix})" for field, what, fix in policy.problems()]
+        if problems:
+            return problems
+        state.policy_revision = message.revision
+        state.apply(policy)
+        self._apply_ring(message.ring)
+        return []
+
+    def _apply_ring(self, ring: wire.Ring) -> None:
+        """A later epoch. Waiting turns whose key moved are sent on; granted leases stay until they end."""
+        state = self.state
+        if ring.epoch <= state.ring.epoch or not ring.members:
+            return
+        state.ring = Ring(ring.epoch, {RouterId(name): at for name, at in ring.members})
+        self._placement.send_on()

@@ -1,0 +1,145 @@
+"""Load of a slot as a placement sees it: own table exact, other routers' part as the worker last reported it.
+
+A LoadReport breaks a rank's load down by router, so foreign load is the sum of the others' rows and nothing is
+subtracted across time. What follows from load (busy, above the queue's threshold) is kept as bit masks over slots,
+renewed for the one slot that changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from fermata.core.spec import OverloadSpec, QueueSpec
+from fermata.router.lease import LeaseTable
+from fermata.wire.messages import RankLoad, WorkerInfo
+
+
+@dataclass(slots=True)
+class SlotLoad:
+    """`decode_blocks` and `pending_tokens` are this router's and, as far as it is known, the others'."""
+
+    slot: int
+    capacity_blocks: int
+    """KV on the device, in routing blocks."""
+    batched_tokens: int
+    context_length: int
+    blocks_a_page: float
+    active: int = 0
+    pending_tokens: int = 0
+    decode_blocks: int = 0
+    foreign_active: int = 0
+    foreign_blocks: int = 0
+    used_blocks: float = 0.0
+    """On the device, as reported; whoever's they are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Thresholds:
+    overload: OverloadSpec = field(default_factory=OverloadSpec)
+    queue: QueueSpec = field(default_factory=QueueSpec)
+
+    def is_busy(self, load: SlotLoad) -> bool:
+        most = self.overload.decode_blocks
+        if most is not None:
+            used = max(load.used_blocks, float(load.decode_blocks))
+            if used > most * load.capacity_blocks:
+                return True
+        most = self.overload.prefill_tokens
+        return most is not None and load.pending_tokens > most * load.batched_tokens
+
+    def is_full(self, load: SlotLoad) -> bool:
+        """Above the queue's threshold: turns rather wait than join it."""
+        most = self.queue.threshold
+        return most is not None and load.pending_tokens > most * load.batched_tokens
+
+
+class Loads:
+    def __init__(self, *, router: int, block_size: int, leases: LeaseTable) -> None:
+        self._router = router
+        self._block_size = block_size
+        self._leases = leases
+        self._thresholds = Thresholds()
+        self._loads: dict[int, SlotLoad] = {}
+        self.busy = 0
+        """Slots, as a mask, that the overload limits call busy."""
+        self.full = 0
+        """Slots above the queue's threshold."""
+        self.narrowest = 0
+        """Tokens that fit in the window of every slot."""
+
+    def __getitem__(self, slot: int) -> SlotLoad:
+        return self._loads[slot]
+
+    def all(self) -> Iterable[SlotLoad]:
+        return self._loads.values()
+
+    def open(self, slot: int, info: WorkerInfo) -> None:
+        blocks_a_page = info.block_size / self._block_size
+        self._loads[slot] = SlotLoad(
+            slot=slot,
+            capacity_blocks=int(info.kv_blocks.get("device", 0) * blocks_a_page),
+            batched_tokens=info.max_batched_tokens,
+            context_length=info.context_length,
+            blocks_a_page=blocks_a_page,
+        )
+        self._measure()
+        self.renew(slot)
+
+    def window(self, slot: int) -> int:
+        """Tokens, prompt and output, that a request on the slot can have."""
+        load = self._loads[slot]
+        return min(load.context_length, load.capacity_blocks * self._block_size)
+
+    def _measure(self) -> None:
+        self.narrowest = min((self.window(slot) for slot in self._loads), default=0)
+
+    def close(self, slot: int) -> None:
+        self._loads.pop(slot, None)
+        self._measure()
+        self.busy &= ~(1 << slot)
+        self.full &= ~(1 << slot)
+
+    def report(self, slot: int, rank: RankLoad) -> bool:
+        """True when the slot stopped being busy or full."""
+        load = self._loads[slot]
+        others = [row for row in rank.routers if row.router != self._router]
+        load.foreign_active = sum(row.active + row.waiting for row in others)
+        load.foreign_blocks = sum(-(-row.charged_tokens // self._block_size) for row in others)
+        load.used_blocks = rank.kv_used.get("device", 0) * load.blocks_a_page
+        return self.renew(slot)
+
+    def renew(self, slot: int) -> bool:
+        """After any change of the slot's leases. O(1). True when it stopped being busy or full."""
+        load = self._loads.get(slot)
+        if load is None:
+            return False
+        use = self._leases.use(slot)
+        load.active = use.active + load.foreign_active
+        load.pending_tokens = use.pending_tokens
+        load.decode_blocks = self._leases.decode_blocks(slot) + load.foreign_blocks
+        return self._judge(load)
+
+    def apply(self, thresholds: Thresholds) -> None:
+        """Another policy. O(slots)."""
+        self._thresholds = thresholds
+        for load in self._loads.values():
+            self._judge(load)
+
+    def _judge(self, load: SlotLoad) -> bool:
+        bit = 1 << load.slot
+        was = (self.busy | self.full) & bit
+        self.busy = self.busy | bit if self._thresholds.is_busy(load) else self.busy & ~bit
+        self.full = self.full | bit if self._thresholds.is_full(load) else self.full & ~bit
+        return bool(was and not (self.busy | self.full) & bit)
+
+    def check_integrity(self) -> None:
+        busy = full = 0
+        for slot, load in self._loads.items():
+            use = self._leases.use(slot)
+            assert load.active == use.active + load.foreign_active
+            assert load.pending_tokens == use.pending_tokens
+            assert load.decode_blocks == self._leases.decode_blocks(slot) + load.foreign_blocks
+            busy |= self._thresholds.is_busy(load) << slot
+            full |= self._thresholds.is_full(load) << slot
+        assert (busy, full) == (self.busy, self.full)

@@ -1,0 +1,148 @@
+"""Everything one router knows, in one place, for the parts of the core that act on it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from random import Random
+
+from fermata.core.ids import LeaseId, RouterId, Slot, WorkerId, make_lease_id
+from fermata.core.ring import Ring
+from fermata.core.spec import LivenessSpec, RouterPolicySpec
+from fermata.router.affinity import Affinity
+from fermata.router.lease import LeaseTable
+from fermata.router.load import Loads, Thresholds
+from fermata.router.model import Effects, Seats
+from fermata.router.owner import Owners
+from fermata.router.policy import PlacementPolicy, placement_policy
+from fermata.router.prefix_index import PrefixIndex
+from fermata.router.recent import Recent
+from fermata.router.waiting import Key, Waiting
+from fermata.router.worker import ExpectedWorker, Workers
+
+BOOT_WAIT_S = 5.0
+"""Real seconds a booting router waits at most for its policy and the snapshots of the workers it knows."""
+
+_WIDTH_S = 0.1
+_MOST_SERIALS = (1 << 32) - 1
+_INCARNATIONS = 1 << 22
+_MOST_RECENT = 65_536
+
+
+@dataclass(frozen=True, slots=True)
+class RouterConfig:
+    id: RouterId
+    number: int
+    """Router part of its lease ids."""
+    incarnation: int
+    """Another one each boot; 22 bits."""
+    endpoint: str
+    block_size: int
+    """Tokens a routing block."""
+    models: Mapping[str, str]
+    """Name or alias -> name."""
+    speedup: float = 1.0
+    """Liveness limits are real seconds; the core's time runs this much faster."""
+    seed: int = 0
+
+
+class RouterState:
+    def __init__(
+        self, config: RouterConfig, *, policy: RouterPolicySpec | None, now: float
+    ) -> None:
+        width_s = _WIDTH_S * config.speedup
+        self.config = config
+        self.incarnation = config.incarnation % _INCARNATIONS
+        self.policy = policy or RouterPolicySpec()
+        self.policy_revision = 0
+        self.has_policy = policy is not None
+        self.is_booting = True
+        self.booted_at = now
+        self.ring = Ring(0, {config.id: config.endpoint})
+        self.generator = Random(config.seed)
+        self.placement_policy = self._make_placement()
+        self.effects = Effects()
+        self.seats = Seats()
+        self.index = PrefixIndex(limit_pairs=self.policy.kv.index_blocks)
+        self.leases = LeaseTable(block_size=config.block_size, width_s=width_s)
+        self.loads = Loads(router=config.number, block_size=config.block_size, leases=self.leases)
+        self.affinity = Affinity()
+        self.workers = Workers(width_s=width_s)
+        self.owners = Owners(width_s=width_s)
+        self.waiting = Waiting(width_s=width_s)
+        self.done: Recent[Key, int] = Recent(_MOST_RECENT)
+        """Requests that need no lease any more, and their attempt: a late Route of theirs is not answered."""
+        self.old_ends: Recent[LeaseId, None] = Recent(_MOST_RECENT)
+        """Ended leases of earlier boots: a late claim does not bring them back."""
+        self.must_judge = False
+        """Capacity came free: waiting turns may go."""
+        self.must_judge_all = False
+        """What decides has changed: so may their reasons to wait."""
+        self.counters: Counter[str] = Counter()
+        self._serial = 0
+        self.loads.apply(Thresholds(self.policy.overload, self.policy.queue))
+
+    @property
+    def liveness(self) -> LivenessSpec:
+        return self.policy.leases.liveness
+
+    def real(self, seconds: float) -> float:
+        """Real seconds in the core's time."""
+        return seconds * self.config.speedup
+
+    @property
+    def dispatch_timeout_s(self) -> float:
+        return self.real(self.policy.leases.dispatch_timeout_s)
+
+    @property
+    def boot_ends_at(self) -> float:
+        return self.booted_at + self.real(BOOT_WAIT_S)
+
+    def apply(self, policy: RouterPolicySpec) -> None:
+        """The whole policy. Leases, affinity and what waits survive; waiting turns are judged anew."""
+        before, self.policy = self.policy, policy
+        self.has_policy = True
+        if policy.scheduler != before.scheduler:
+            self.placement_policy = self._make_placement()
+        self.loads.apply(Thresholds(policy.overload, policy.queue))
+        self.index.limit_pairs = policy.kv.index_blocks
+        self.must_judge_all = True
+
+    def open_slot(self, slot: Slot) -> int:
+        number = self.seats.take(slot)
+        self.leases.open_slot(number)
+        return number
+
+    def close_slot(self, slot: int) -> None:
+        """Everything of a slot whose leases have ended."""
+        self.leases.close_slot(slot)
+        self.loads.close(slot)
+        self.index.drop(slot)
+        self.affinity.lose_slot(slot)
+        self.seats.leave(slot)
+
+    def expect(self, worker: WorkerId, rank: int, now: float) -> int:
+        """A slot of a worker that only its leases' owners have told of so far."""
+        expected = self.workers.expected.get(worker)
+        if expected is None:
+            expected = self.workers.expected[worker] = ExpectedWorker(worker)
+            self.workers.arrivals.set(worker, now + self.real(self.liveness.owner_timeout_s))
+        if rank not in expected.slots:
+            expected.slots[rank] = self.open_slot(Slot(worker, rank))
+        return expected.slots[rank]
+
+    def next_lease_id(self) -> LeaseId:
+        if self._serial == _MOST_SERIALS:
+            # After four billion leases: ids stay unique and, but for a wrap, growing.
+            self.incarnation = (self.incarnation + 1) % _INCARNATIONS
+            self._serial = 0
+        self._serial += 1
+        return make_lease_id(
+            router=self.config.number, incarnation=self.incarnation, serial=self._serial
+        )
+
+    def _make_placement(self) -> PlacementPolicy:
+        return placement_policy(
+            self.policy.scheduler, block_size=self.config.block_size, generator=self.generator
+        )
