@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from xxhash import xxh3_64_intdigest
 
+from fermata.core.errors import ConfigError
 from fermata.core.ids import RouterId, RoutingKey
 
 
@@ -26,3 +27,18 @@ class Ring:
             raise LookupError("the ring has no router")
         raw = key.encode()
         return max(self.members, key=lambda m: (xxh3_64_intdigest(m.encode() + b"\0" + raw), m))
+
+    @classmethod
+    def parse(cls, epoch: int, text: str, *, where: str = "--routers") -> Ring:
+        """From `NAME=ENDPOINT,...`."""
+        members: dict[RouterId, str] = {}
+        for part in text.split(","):
+            name, _, endpoint = part.strip().partition("=")
+            if not name or not endpoint:
+                raise ConfigError(
+                    f"{part!r} is not NAME=ENDPOINT",
+                    where=where,
+                    fix="router-0=tcp://127.0.0.1:5570",
+                )
+            members[RouterId(name)] = endpoint
+        return cls(epoch, members)

@@ -1,4 +1,5 @@
-"""Owners that were declared dead: what they start up to that incarnation is refused, for as long as it is remembered."""
+"""Owners that were declared dead: what they start up to that incarnation is refused, for as long
+as it is remembered."""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""One rank's KV events: numbered once, sent to every router, and mirrored so that any router can be told all.
+"""One rank's KV events: numbered once, sent to every router, and mirrored so that any router can
+be told all.
 
-The mirror is what a snapshot is read from, in one turn of the loop. It keeps what the events said, run by run order:
-parent of each block and its tier, nothing else. O(blocks named) an event, O(blocks held) a snapshot.
+The mirror is what a snapshot is read from, in one turn of the loop. It keeps what the events said,
+run by run order: parent of each block and its tier, nothing else. O(blocks named) an event,
+O(blocks held) a snapshot.
 """
 
 from __future__ import annotations
@@ -48,12 +50,13 @@ class RankEvents:
                     start += count
                 case KvCleared(None):
                     self._tiers.clear()
-                case KvCleared(tier):
+                case KvCleared(str() as tier):
                     self._tiers.pop(tier, None)
         return first
 
     def snapshot(self) -> Iterator[tuple[list[KvStored], array[int]]]:
-        """Chunks of runs and their hashes; always at least one. Take all of it in one turn of the loop."""
+        """Chunks of runs and their hashes; always at least one. Take all of it in one turn of the
+        loop."""
         runs: list[KvStored] = []
         hashes = array("Q")
         for tier, held in self._tiers.items():
@@ -69,7 +72,8 @@ class RankEvents:
 
 
 def _runs(held: dict[int, int | None]) -> Iterator[tuple[int | None, array[int]]]:
-    """Blocks as runs in the order they were stored: parents were stored before their children, so they come first."""
+    """Blocks as runs in the order they were stored: parents were stored before their children, so
+    they come first."""
     start: int | None = None
     run = array("Q")
     for block, parent in held.items():

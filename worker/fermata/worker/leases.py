@@ -1,7 +1,8 @@
 """The attempts this worker runs, by lease, by owner and by the router that granted them.
 
-An attempt is here from Generate until its last Output was taken by the socket, so "what runs" and "what is still
-owed to a frontend" are the same set. Digests are kept per router, since each router reconciles its own leases.
+An attempt is here from Generate until its last Output was taken by the socket, so "what runs" and
+"what is still owed to a frontend" are the same set. Digests are kept per router, since each router
+reconciles its own leases.
 """
 
 from __future__ import annotations
@@ -87,7 +88,11 @@ class Attempts:
 
     def of_router(self, router: int) -> list[LeaseId]:
         """O(all): asked for only when digests differ."""
-        return [a.lease for a in self._attempts.values() if a.is_running and lease_router(a.lease) == router]
+        return [
+            a.lease
+            for a in self._attempts.values()
+            if a.is_running and lease_router(a.lease) == router
+        ]
 
     def check_integrity(self) -> None:
         """O(all): for tests."""
@@ -97,4 +102,6 @@ class Attempts:
         running = [a.lease for a in self._attempts.values() if a.is_running]
         assert self.running == len(running)
         for router, digest in self._digests.items():
-            assert digest == LeaseDigest(lease for lease in running if lease_router(lease) == router)
+            assert digest == LeaseDigest(
+                lease for lease in running if lease_router(lease) == router
+            )

@@ -1,8 +1,8 @@
-"""What an attempt has made and its frontend has not been sent: one buffer an attempt, coalescing while the peer
-does not read.
+"""What an attempt has made and its frontend has not been sent: one buffer an attempt, coalescing
+while the peer does not read.
 
-Nothing is dropped and nothing is kept twice; the most a buffer can hold is its turn's max_tokens. Each entry
-carries the index of its first token, so that a frontend can drop repeats and see gaps.
+Nothing is dropped and nothing is kept twice; the most a buffer can hold is its turn's max_tokens.
+Each entry carries the index of its first token, so that a frontend can drop repeats and see gaps.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class OutputBuffer:
         self._logprobs: list[list[tuple[int, float]]] | None = None
 
     @property
-    def sent(self) -> int:
-        """Output tokens handed to the socket so far."""
-        return self._first
+    def made(self) -> int:
+        """Output tokens of the attempt so far, sent or not."""
+        return self._first + self._count
 
     def add(self, output: EngineOutput, *, event_sequence: int) -> None:
         """`event_sequence`: of the rank's last KV event, which a finish carries."""

@@ -1,6 +1,6 @@
 """What the worker remembers of the sessions whose KV it has, so that routers may forget them.
 
-A bounded LRU by last finish: context tokens, parent, routing key, class of the gap it is in. O(1) a turn.
+A bounded LRU by last finish: context tokens, parent, routing key, whether a turn runs. O(1) a turn.
 """
 
 from __future__ import annotations
@@ -8,12 +8,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
 
 from fermata.core.ids import RoutingKey, SessionId
 from fermata.wire.messages import SessionRecord
-
-GapClass = Literal["tool", "human"]
 
 
 @dataclass(slots=True)
@@ -23,7 +20,6 @@ class Session:
     rank: int
     context_tokens: int
     finished_at: float
-    gap: GapClass
     running: int
 
 
@@ -36,18 +32,26 @@ class Sessions:
         return len(self._sessions)
 
     def begin(
-        self, session: SessionId, *, parent: SessionId, key: RoutingKey, rank: int, tokens: int, now: float
+        self,
+        session: SessionId,
+        *,
+        parent: SessionId,
+        key: RoutingKey,
+        rank: int,
+        tokens: int,
+        now: float,
     ) -> None:
         """A turn of the session starts here."""
         if not session:
             return
         known = self._sessions.pop(session, None)
         running = known.running if known is not None else 0
-        self._sessions[session] = Session(parent, key, rank, tokens, now, "tool", running + 1)
+        self._sessions[session] = Session(parent, key, rank, tokens, now, running + 1)
         self._forget_oldest()
 
-    def end(self, session: SessionId, *, tokens: int, final: bool, gap: GapClass, now: float) -> None:
-        """Its turn ended with a context of `tokens`; `final` forgets it. Unknown sessions are ignored."""
+    def end(self, session: SessionId, *, tokens: int, final: bool, now: float) -> None:
+        """Its turn ended with a context of `tokens`; `final` forgets it. Unknown sessions are
+        ignored."""
         known = self._sessions.get(session)
         if known is None:
             return
@@ -55,7 +59,7 @@ class Sessions:
         if final and not known.running:
             del self._sessions[session]
             return
-        known.context_tokens, known.finished_at, known.gap = tokens, now, gap
+        known.context_tokens, known.finished_at = tokens, now
         self._sessions.move_to_end(session)
 
     def records(self, rank: int, now: float) -> Iterator[SessionRecord]:
@@ -67,7 +71,6 @@ class Sessions:
                     key=session.key,
                     context_tokens=session.context_tokens,
                     idle_s=0.0 if session.running else max(0.0, now - session.finished_at),
-                    finish_class=session.gap,
                     reasoning=session.running > 0,
                 )
 
