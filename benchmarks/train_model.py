@@ -19,7 +19,7 @@ from tokenizers import pre_tokenizers as pre
 
 from fermata.core.model_folder import default_model_folder
 
-CORPUS_REVISION = "HEAD"
+CORPUS_REVISION = "6633f61b53a856295f84d1f631a3cce748a54ae6"
 CORPUS_SUFFIXES = (".py", ".md", ".toml")
 BASE_VOCABULARY = 4000
 CONTEXT_LENGTH = 131_072
