@@ -221,14 +221,14 @@ class RouterLinks:
                 peer.outbox = []
 
     def _writable(self, router: RouterId) -> None:
+        """It was away or did not read; perhaps it booted meanwhile, so it is told who we are again."""
         peer = self._peers.get(router)
         if peer is None:
             return
+        self._hello(peer)
         if peer.answers:
             self._flush()
             self._owner.on_welcome(router)
-        else:
-            self._hello(peer)
 
     def _receive(self, router: RouterId, packet: Packet) -> None:
         peer = self._peers.get(router)
@@ -240,6 +240,9 @@ class RouterLinks:
             self._acknowledged(peer, message)
         elif isinstance(message, wire.Welcome):
             self._welcomed(peer, message)
+        elif isinstance(message, wire.Fault):
+            if message.code == "unknown_peer":
+                self._hello(peer)
         else:
             self._owner.on_router_packet(router, packet)
 
