@@ -115,6 +115,13 @@ def test_both_give_the_same_ids_alone_and_in_pieces(
     assert tokenizer.leading_ids == array("I")
 
 
+@pytest.mark.parametrize("wrong", [-1, 1 << 32])
+def test_what_can_be_no_id_is_the_clients_mistake(fast: FastTokenizer, wrong: int) -> None:
+    assert fast.decode([fast.vocab_size + 5]) == ""
+    with pytest.raises(InvalidTurn, match="token id"):
+        fast.decode([1, wrong])
+
+
 @pytest.mark.parametrize("name", ["fast", "reference"])
 def test_half_a_surrogate_pair_is_the_clients_mistake(
     name: str, request: pytest.FixtureRequest

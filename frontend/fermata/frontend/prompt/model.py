@@ -26,7 +26,7 @@ class PromptModel:
 
     @classmethod
     def load(cls, folder: ModelFolder, *, block_size: int, cache_bytes: int) -> PromptModel:
-        """Reads the tokenizer and probes it, compiles the template: a second or so for 150k tokens, once at start.
+        """Reads the tokenizer and probes it, compiles the template: three CPU seconds for 150k tokens, once at start.
 
         ConfigError names file and fix.
         """

@@ -53,7 +53,7 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Unknown ids are dropped."""
+        """Unknown ids are dropped; what can be no id at all is InvalidTurn."""
         ...
 
     def token_to_id(self, token: str) -> int | None: ...
@@ -133,7 +133,10 @@ class ReferenceTokenizer:
         return ids.tobytes(), starts
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        return self._inner.decode(ids, skip_special_tokens=skip_special_tokens)
+        try:
+            return self._inner.decode(ids, skip_special_tokens=skip_special_tokens)
+        except OverflowError as error:
+            raise InvalidTurn("a token id is below 0 or beyond 32 bits", param="tokens") from error
 
     def token_to_id(self, token: str) -> int | None:
         return self._inner.token_to_id(token)
