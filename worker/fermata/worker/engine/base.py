@@ -145,7 +145,7 @@ class Engine(Protocol):
         ...
 
     def load(self) -> EngineLoad:
-        """O(live requests)."""
+        """O(live requests). May be called from another thread, to be scraped."""
         ...
 
     def drain(self) -> None:

@@ -45,6 +45,8 @@ class BlockPool:
         assert capacity > 0
         self.capacity = capacity
         self.referenced = 0
+        self.cached = 0
+        """Pages that hold reusable content, each copy counted."""
         self.evictions = 0
         self.duplicates = 0
         self._free = list(range(capacity - 1, -1, -1))
@@ -59,11 +61,6 @@ class BlockPool:
     def room(self) -> int:
         """Pages that no lease holds: free or evictable."""
         return self.capacity - self.referenced
-
-    @property
-    def cached(self) -> int:
-        """Pages that hold reusable content."""
-        return len(self._primary) + sum(map(len, self._twins.values()))
 
     def is_visible(self, content: int) -> bool:
         return content in self._primary
@@ -114,6 +111,7 @@ class BlockPool:
             else:
                 self._primary[content] = page
                 fresh.append(index)
+        self.cached += max(0, upto - lease.published)
         lease.published = max(lease.published, upto)
         return fresh
 
@@ -149,6 +147,7 @@ class BlockPool:
         for page in self._inactive:
             self._hash_of[page] = None
         self._inactive.clear()
+        self.cached = 0
         self._primary.clear()
         self._twins.clear()
         return True
@@ -176,6 +175,7 @@ class BlockPool:
         content = self._hash_of[page]
         assert content is not None
         self._hash_of[page] = None
+        self.cached -= 1
         self.evictions += 1
         twins = self._twins.get(content)
         if twins is None:
@@ -241,6 +241,7 @@ class BlockPool:
         for page, content in enumerate(self._hash_of):
             if content is not None:
                 copies.setdefault(content, set()).add(page)
+        assert self.cached == sum(map(len, copies.values()))
         assert copies.keys() == self._primary.keys()
         for content, pages in copies.items():
             primary, twins = self._primary[content], self._twins.get(content, [])

@@ -163,9 +163,9 @@ class SimulatedEngine:
         return StepResult(outputs, *self._journal.take())
 
     def load(self) -> EngineLoad:
-        """O(live requests)."""
+        """O(live requests). May be called from another thread: it walks a copy."""
         routers: dict[int, Tally] = {}
-        for sequence in self._live.values():
+        for sequence in list(self._live.values()):
             tally = routers.setdefault(lease_router(sequence.lease), Tally())
             if sequence.phase is Phase.WAITING:
                 tally.waiting += 1
