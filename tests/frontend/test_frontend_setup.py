@@ -43,7 +43,7 @@ def test_flags_and_file_become_one_value(tmp_path: Path) -> None:
     argv = flags(
         deployment_file(tmp_path), **{"--routers": "a=tcp://h:1, b=tcp://h:2", "--epoch": "4"}
     )
-    config, folder = configure([*argv, "--port", "8123", "--reuse-port"])
+    config, folder, keys = configure([*argv, "--port", "8123", "--reuse-port"])
     assert config.ring.members == {"a": "tcp://h:1", "b": "tcp://h:2"}
     assert (config.id, config.ring.epoch, config.port, config.reuse_port) == (
         "frontend-3",
@@ -53,6 +53,7 @@ def test_flags_and_file_become_one_value(tmp_path: Path) -> None:
     )
     assert config.model_names == ("m", "n")
     assert folder.tokenizer_file.is_file()
+    assert keys is None
 
 
 @pytest.mark.parametrize(

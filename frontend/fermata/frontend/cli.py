@@ -12,21 +12,21 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-import msgspec
 import uvloop
 
 from fermata.core.clock import SystemClock
-from fermata.core.errors import ConfigError
-from fermata.core.ids import OwnerId, RouterId
+from fermata.core.ids import OwnerId
 from fermata.core.model_folder import ModelFolder, default_model_folder
 from fermata.core.ring import Ring
-from fermata.core.spec import AgentDeployment, ModelSpec
+from fermata.core.spec import ModelSpec
+from fermata.core.spec.boot import read_deployment
 from fermata.frontend.config import FrontendConfig
 from fermata.frontend.http.app import FrontendApp
 from fermata.frontend.http.server import HttpServer
 from fermata.frontend.prompt import PromptModel
 from fermata.frontend.service import FrontendService
 from fermata.trace import TraceWriter
+from fermata.wire.keyring import Keyring, load_keyring
 from fermata.wire.socket import new_context
 
 log = logging.getLogger("fermata.frontend")
@@ -46,7 +46,7 @@ SIGTERM or SIGINT stops taking connections, ends when the last answer has, and e
 
 def main(argv: list[str]) -> int:
     """Exit codes: 0 after a clean stop; ConfigError is for the caller to print."""
-    config, folder = configure(argv)
+    config, folder, keys = configure(argv)
     logging.basicConfig(
         stream=sys.stderr,
         level=logging.INFO,
@@ -56,30 +56,31 @@ def main(argv: list[str]) -> int:
         folder, block_size=config.block_size, cache_bytes=config.frontend.session_cache_bytes
     )
     _log_start(config, model)
-    uvloop.run(_serve(config, model))
+    uvloop.run(_serve(config, model, keys))
     log.info("stopped id=%s", config.id)
     return 0
 
 
-def configure(argv: list[str]) -> tuple[FrontendConfig, ModelFolder]:
-    """Flags and deployment file to one value. ConfigError names what is wrong and the fix."""
+def configure(argv: list[str]) -> tuple[FrontendConfig, ModelFolder, Keyring | None]:
+    """Flags and files to values. ConfigError names what is wrong and the fix."""
     flags = _parser().parse_args(argv)
     file = Path(flags.deployment)
-    deployment = _deployment(file)
+    deployment = read_deployment(file)
     config = FrontendConfig(
         id=OwnerId(flags.id),
         deployment=deployment,
-        ring=Ring(flags.epoch, _routers(flags.routers)),
+        ring=Ring.parse(flags.epoch, flags.routers),
         host=flags.host,
         port=flags.port,
         reuse_port=flags.reuse_port,
     )
-    return config, _model_folder(deployment.spec.model, file.parent)
+    keys = load_keyring(Path(flags.keys)) if flags.keys else None
+    return config, _model_folder(deployment.spec.model, file.parent), keys
 
 
-async def _serve(config: FrontendConfig, model: PromptModel) -> None:
+async def _serve(config: FrontendConfig, model: PromptModel, keys: Keyring | None) -> None:
     clock = SystemClock(config.deployment.spec.clock.speedup)
-    context = new_context()
+    context = new_context(keys)
     trace = _trace(config)
     service = FrontendService(config, clock=clock, context=context)
     app = FrontendApp(config, service=service, model=model, trace=trace)
@@ -133,33 +134,6 @@ def _log_start(config: FrontendConfig, model: PromptModel) -> None:
     )  # fmt: skip
 
 
-def _deployment(file: Path) -> AgentDeployment:
-    try:
-        return msgspec.json.decode(file.read_bytes(), type=AgentDeployment)
-    except OSError as error:
-        raise ConfigError(
-            f"can not be read: {error.strerror}",
-            where=str(file),
-            fix="give --deployment a JSON file",
-        ) from error
-    except msgspec.MsgspecError as error:
-        raise ConfigError(str(error), where=str(file), fix="correct the field it names") from error
-
-
-def _routers(text: str) -> dict[RouterId, str]:
-    members: dict[RouterId, str] = {}
-    for part in text.split(","):
-        name, _, endpoint = part.strip().partition("=")
-        if not name or not endpoint:
-            raise ConfigError(
-                f"{part!r} is not NAME=ENDPOINT",
-                where="--routers",
-                fix="router-0=tcp://127.0.0.1:5570",
-            )
-        members[RouterId(name)] = endpoint
-    return members
-
-
 def _model_folder(model: ModelSpec, base: Path) -> ModelFolder:
     path = base / model.path if model.path else default_model_folder()
     template = base / model.chat_template if model.chat_template else None
@@ -180,6 +154,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--epoch", type=int, default=1, help="of the ring (%(default)s)")
     add("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
     add("--port", type=int, default=8000, help="port to listen on (%(default)s)")
+    add("--keys", metavar="FILE", help="CURVE keyring; without it nothing is encrypted")
     add("--reuse-port", action="store_true", help="let several processes share the port")
     return parser
 
