@@ -488,7 +488,9 @@ class Link(_Endpoint):
         self._socket.setsockopt(zmq.IDENTITY, me.identity)
         if context.keyring is not None:
             self._secure(context.keyring, listens)
-        # Nothing queues for a peer that is not there: it would arrive stale after a reconnect.
+        # Nothing queues for a peer that is not there: it would arrive stale after a reconnect. The
+        # price: what arrived and was not read yet is dropped when the peer hangs up, so a Listener
+        # that has said its last word stays open a moment.
         self._socket.setsockopt(zmq.IMMEDIATE, 1)
         self._socket.connect(endpoint)
         self._start()

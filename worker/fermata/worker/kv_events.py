@@ -48,10 +48,9 @@ class RankEvents:
                     for value in hashes[start : start + count]:
                         held.pop(value, None)
                     start += count
-                case KvCleared(None):
-                    self._tiers.clear()
-                case KvCleared(str() as tier):
-                    self._tiers.pop(tier, None)
+                case KvCleared(tier):
+                    for gone in [tier] if tier is not None else list(self._tiers):
+                        self._tiers.pop(gone, None)
         return first
 
     def snapshot(self) -> Iterator[tuple[list[KvStored], array[int]]]:

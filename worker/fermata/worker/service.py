@@ -32,6 +32,7 @@ from fermata.worker.sessions import Sessions
 log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 1.0
+LEAVE_AFTER_S = 0.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +72,8 @@ class WorkerService:
         self._drain_askers: list[Peer] = []
         self._drain_by: float | None = None
         self._state = "serving"
-        self._drained = asyncio.Event()
+        self._is_over = False
+        self._wake = asyncio.Event()
         self._broken: Exception | None = None
         self.refused = 0
         self.aborted = 0
@@ -105,11 +107,13 @@ class WorkerService:
         )
         self._routers.open()
         try:
-            while not self._drained.is_set():
+            while not self._is_over:
                 self._routers.tick()
                 self._hand_back_late()
                 await self._pause()
         finally:
+            # A connecting socket drops what it has not read when its peer hangs up: leave time.
+            await asyncio.sleep(LEAVE_AFTER_S)
             self._routers.close(reason=self._state)
             self._listener.close(linger_s=0.5)
             for engine in self._engines:
@@ -122,9 +126,10 @@ class WorkerService:
         if self._drain_by is not None:
             wait_s = min(wait_s, max(0.01, self._drain_by - self._loop.time()))
         try:
-            await asyncio.wait_for(self._drained.wait(), wait_s)
+            await asyncio.wait_for(self._wake.wait(), wait_s)
         except TimeoutError:
             return
+        self._wake.clear()
 
     def drain(self, deadline_s: float) -> None:
         """Real seconds until what still runs is handed back. Asked again, the sooner deadline
@@ -137,6 +142,7 @@ class WorkerService:
             for engine in self._engines:
                 engine.drain()
             self._tell_state()
+        self._wake.set()
         self._end_drain_if_done()
 
     def numbers(self) -> dict[str, float]:
@@ -362,7 +368,7 @@ class WorkerService:
     def failed(self, rank: int, error: Exception) -> None:
         log.error("engine failed rank=%d error=%r", rank, error)
         self._broken = error
-        self._drained.set()
+        self._end()
 
     def _finished(self, attempt: Attempt) -> None:
         self._attempts.finish(attempt)
@@ -428,8 +434,12 @@ class WorkerService:
         self._state = "drained"
         log.info("drained")
         self._tell_state()
-        # The state must leave before the Bye that follows: both are in the outboxes, in this order.
-        self._drained.set()
+        # The state leaves before the Bye that follows: both are in the outboxes, in this order.
+        self._end()
+
+    def _end(self) -> None:
+        self._is_over = True
+        self._wake.set()
 
     def _tell_state(self) -> None:
         status = self._drain_status()
