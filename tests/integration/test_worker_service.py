@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import TypeVar
 
 import pytest
+import zmq
 
 from fermata.core.clock import SystemClock
 from fermata.core.hashing import sequence_hashes, token_frame
@@ -33,6 +34,7 @@ from fermata.core.spec import (
     WorkerGroupSpec,
 )
 from fermata.wire import messages as wire
+from fermata.wire.codec import decode, encode
 from fermata.wire.socket import Link, Listener, Packet, Peer, new_context
 from fermata.worker.engine.paced import SimulatedRank
 from fermata.worker.engine.responder import make_responder
@@ -378,17 +380,25 @@ async def test_a_router_that_boots_again_is_told_all_and_what_runs_goes_on():
     await bench.close()
 
 
-async def test_a_frontend_that_does_not_read_loses_nothing_and_others_go_on():
+async def test_tokens_that_were_not_read_for_long_all_come_in_order_and_others_do_not_wait():
+    """The reader is a bare socket that stops: what its pipe can not take waits in the worker."""
     bench = Bench(speedup=2000.0)
     await bench.registered()
-    # A frontend whose loop is busy: its link exists, and nothing takes what arrives.
-    link, mail = bench.frontend("slow")
-    link.send(generate(1, max_tokens=7_000), PROMPT)
-    await until(lambda: tokens_of(mail, 1))
+    me = Peer(wire.Role.FRONTEND, "slow", 1)
+    slow = bench.context.socket(zmq.DEALER)
+    for option, value in ((zmq.IDENTITY, me.identity), (zmq.RCVHWM, 1), (zmq.RCVBUF, 2048)):
+        slow.setsockopt(option, value)
+    slow.connect(bench.service.endpoint)
+    slow.send_multipart(encode(generate(1, max_tokens=7_000, owner="slow"), PROMPT))
     other, other_mail = bench.frontend("other")
     other.send(generate(2, max_tokens=200, owner="other"), PROMPT)
     await until(lambda: finishes(other_mail) == {lease(2): "length"})
-    await until(lambda: finishes(mail), within_s=30)
+    await until(lambda: bench.service.numbers()["output_tokens"] == 7_200, within_s=30)
+    mail = Mail()
+    while not finishes(mail):
+        await until(lambda: slow.getsockopt(zmq.EVENTS) & zmq.POLLIN)
+        mail.extend(decode(slow.recv_multipart()))
     assert len(tokens_of(mail, 1)) == 7_000
-    assert bench.service.numbers()["requests"] == 0
+    await until(lambda: bench.service.numbers()["requests"] == 0)
+    slow.close(linger=0)
     await bench.close()
