@@ -1,0 +1,105 @@
+"""The shell of one router: a Listener, a timer and the pure core between them.
+
+Everything happens in one event loop's thread; each message is one call into the core, whose
+effects go out at the end of the loop's turn, one multipart message a destination. A peer that does
+not read is not waited for: a frontend asks again, a worker finds that its digest differs, so a
+message that could not be taken is counted and dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from fermata.core.clock import Clock
+from fermata.core.spec import RouterPolicySpec
+from fermata.router.core import Router, RouterConfig, Send
+from fermata.wire.messages import PolicyAck, Role
+from fermata.wire.socket import Context, Listener, Packet, Peer
+
+log = logging.getLogger(__name__)
+
+IDLE_TICK_S = 1.0
+
+
+class RouterService:
+    """Make it inside the running loop."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        *,
+        clock: Clock,
+        context: Context,
+        listen: str,
+        policy: RouterPolicySpec | None,
+    ) -> None:
+        self._clock = clock
+        self._loop = asyncio.get_running_loop()
+        self._over = asyncio.Event()
+        self._timer: asyncio.TimerHandle | None = None
+        self._due_at = float("inf")
+        self.core = Router(config, now=clock.now(), policy=policy)
+        self.dropped = 0
+        """Messages that a peer which does not read could not be given."""
+        self._listener = Listener(context, listen, role=Role.ROUTER, receive=self._receive)
+
+    @property
+    def endpoint(self) -> str:
+        return self._listener.endpoint
+
+    async def run(self) -> None:
+        """Serves until told to stop."""
+        log.info("ready endpoint=%s", self.endpoint)
+        self._tick()
+        try:
+            await self._over.wait()
+        finally:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._listener.close(linger_s=0.2)
+
+    def stop(self) -> None:
+        """All a router knows is known elsewhere too: it may go at any time."""
+        self._over.set()
+
+    def numbers(self) -> dict[str, float]:
+        numbers = self.core.status(self._clock.now()).numbers
+        return numbers | self._listener.counters.numbers() | {"sends_dropped": float(self.dropped)}
+
+    def _receive(self, peer: Peer, packet: Packet) -> None:
+        self._send(self.core.receive(peer, packet.message, packet.frame, self._clock.now()))
+        self._arm()
+
+    def _tick(self) -> None:
+        self._timer = None
+        self._send(self.core.tick(self._clock.now()))
+        self._arm()
+
+    def _arm(self) -> None:
+        """The timer stands at the next deadline; it is moved only to come sooner, since a late one
+        is merely early."""
+        now = self._clock.now()
+        due = self.core.next_deadline(now)
+        wait_s = IDLE_TICK_S if due is None else self._clock.real_delay(due - now)
+        at = self._loop.time() + min(wait_s, IDLE_TICK_S)
+        if self._timer is not None:
+            if self._due_at <= at:
+                return
+            self._timer.cancel()
+        self._due_at = at
+        self._timer = self._loop.call_at(at, self._tick)
+
+    def _send(self, effects: list[Send]) -> None:
+        for effect in effects:
+            if isinstance(effect.message, PolicyAck):
+                _log_policy(effect.message)
+            if not self._listener.send(effect.to, effect.message, effect.frame):
+                self.dropped += 1
+
+
+def _log_policy(ack: PolicyAck) -> None:
+    if ack.applied:
+        log.info("policy applied revision=%d generation=%d", ack.revision, ack.generation)
+    else:
+        log.warning("policy refused revision=%d reasons=%s", ack.revision, "; ".join(ack.reasons))
