@@ -22,11 +22,8 @@ from fermata.frontend.prompt.template import ChatTemplate
 
 BLOCK = 64
 TRACE = Path(__file__).parents[3] / "shared/data/lmcache_agent_trace/miniswe.jsonl.gz"
-SESSIONS = (
-    "063925220f0d2954505eb37612b11ab3",
-    "af281d036d49269c17d2638bed5e5158",
-    "ce5308303aa2043af2fdc79cf92ff71",
-)
+SESSIONS = ("063925", "af281d", "ce5308")
+"""First digits of their ids: 30 turns each, of 33k, 145k and 19k characters in the end."""
 MANIFEST = """
 apiVersion: fermata.dev/v1alpha1
 kind: AgentDeployment
