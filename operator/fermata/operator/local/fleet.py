@@ -141,8 +141,8 @@ class Fleet:
     def refusals(self) -> Mapping[str, tuple[str, ...]]:
         return self._feed.refusals
 
-    def age_s(self, name: str) -> float:
-        return time.monotonic() - self._supervisor.children[name].started_at
+    def started_at(self, name: str) -> float:
+        return self._supervisor.children[name].started_at
 
     def endpoints(self) -> dict[str, dict[str, str]]:
         """By kind, as the endpoints file names them."""

@@ -68,7 +68,8 @@ class Runner:
         self._wake = asyncio.Event()
         self._failed: Death | None = None
         self._settled_once = False
-        self._ready: set[str] = set()
+        self._ready: dict[str, float] = {}
+        """When the process started that was last told as ready: each start is told once."""
         self._endpoints: Endpoints | None = None
 
     async def run(self) -> int:
@@ -171,10 +172,11 @@ class Runner:
 
     def _report(self, fleet: Fleet) -> None:
         """Who became ready since the last look, and the endpoints when they changed."""
-        ready = fleet.ready()
-        for name in sorted(ready - self._ready):
-            self._console.progress(name, f"ready   {fleet.age_s(name):.1f} s")
-        self._ready = ready
+        ready = {name: fleet.started_at(name) for name in sorted(fleet.ready())}
+        for name, started_at in ready.items():
+            if self._ready.get(name) != started_at:
+                self._console.progress(name, f"ready   {time.monotonic() - started_at:.1f} s")
+        self._ready |= ready
         endpoints = Endpoints(
             pid=os.getpid(),
             deployment=fleet.name,
