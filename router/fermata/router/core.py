@@ -28,7 +28,7 @@ from fermata.wire.roles import Peer
 
 __all__ = ["Router", "RouterConfig", "Send"]
 
-_SWEEP_ENTRIES = 4096
+_SWEEP_ENTRIES = 1024
 _SWEEP_EVERY_S = 0.01
 
 
@@ -93,7 +93,7 @@ class Router:
             state.leases.dispatches.next(),
             state.waiting.deadlines.next(),
             state.affinity.next_expiry(state.policy.session_affinity.ttl_s),
-            state.boot_ends_at if state.is_booting else None,
+            state.boot_ends_at if not state.is_settled else None,
             now + state.real(_SWEEP_EVERY_S) if self._is_sweeping else None,
         ]
         return min((at for at in deadlines if at is not None), default=None)
@@ -136,6 +136,9 @@ class Router:
             now >= state.boot_ends_at or (state.has_policy and state.workers.all_admitted)
         ):
             state.is_booting = False
+            state.must_judge_all = True
+        if not state.is_settled and now >= state.boot_ends_at:
+            state.is_settled = True
             state.must_judge_all = True
         if state.must_judge or state.must_judge_all:
             self._placement.judge(now)

@@ -58,6 +58,8 @@ class Leasing:
         if lease.bound is not None:
             if how in _FAILURES:
                 state.affinity.failed(lease.bound, lease.slot)
+                # Turns of the session that waited for this slot may go anywhere now.
+                state.must_judge_all |= state.policy.session_affinity.mode == "Hard"
             state.affinity.ended(lease.bound, now)
         if how in _DONE:
             state.done.put((lease.owner.id, lease.request), lease.attempt)

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from fermata.core.spec import OverloadSpec, QueueSpec
+from fermata.router.chain_links import bits
 from fermata.router.lease import LeaseTable
 from fermata.wire.messages import RankLoad, WorkerInfo
 
@@ -65,17 +66,30 @@ class Loads:
         """Slots, as a mask, that the overload limits call busy."""
         self.full = 0
         """Slots above the queue's threshold."""
+        self._among = 0
+        self._chosen: list[SlotLoad] = []
+        self.widest_ever: dict[str, int] = {}
+        """Model -> the longest window a slot of it ever had here: what is longer waits for nothing."""
         self.narrowest = 0
         """Tokens that fit in the window of every slot."""
 
     def __getitem__(self, slot: int) -> SlotLoad:
         return self._loads[slot]
 
+    def among(self, slots: int) -> list[SlotLoad]:
+        """Loads of a mask of slots. Which are free changes rarely, so the last answer mostly serves again."""
+        if slots != self._among:
+            self._among = slots
+            self._chosen = [self._loads[bit.bit_length() - 1] for bit in bits(slots)]
+        return self._chosen
+
     def all(self) -> Iterable[SlotLoad]:
         return self._loads.values()
 
     def open(self, slot: int, info: WorkerInfo) -> None:
         blocks_a_page = info.block_size / self._block_size
+        self._among = 0
+        self._chosen = []
         self._loads[slot] = SlotLoad(
             slot=slot,
             capacity_blocks=int(info.kv_blocks.get("device", 0) * blocks_a_page),
@@ -84,6 +98,8 @@ class Loads:
             blocks_a_page=blocks_a_page,
         )
         self._measure()
+        widest = self.widest_ever.get(info.model, 0)
+        self.widest_ever[info.model] = max(widest, self.window(slot))
         self.renew(slot)
 
     def window(self, slot: int) -> int:
@@ -96,6 +112,8 @@ class Loads:
 
     def close(self, slot: int) -> None:
         self._loads.pop(slot, None)
+        self._among = 0
+        self._chosen = []
         self._measure()
         self.busy &= ~(1 << slot)
         self.full &= ~(1 << slot)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
 from typing import Literal
 
 from fermata.router.affinity import affinity_key
@@ -22,8 +23,6 @@ RejectCode = Literal[
     "overloaded", "no_worker", "invalid_request", "context_length_exceeded", "not_found"
 ]
 
-_LOOK_AHEAD = 8
-"""How many turns of a lane are tried past one that can not go."""
 _RETRY_AFTER_S = 5.0
 _NOT_STREAMING_S = 240.0
 _CLIENT_MARGIN_S = 30.0
@@ -35,7 +34,6 @@ class Choice:
 
     free: int
     preferred: int | None
-    lane: Lane
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,44 +108,39 @@ class Placement:
         return False
 
     def _place_or_wait(self, turn: Turn, now: float) -> None:
-        state = self._state
-        decision = self._decide(turn)
-        match decision:
-            case Choice() if state.waiting.ahead(decision.lane) < _LOOK_AHEAD:
-                self._grant(turn, self._pick(turn, decision), now)
-            case Choice():
-                self._wait(turn, Wait("queue", decision.lane), now)
-            case Wait():
-                self._wait(turn, decision, now)
-            case str():
-                self._reject(turn, "context_length_exceeded", decision)
+        match self._decide(turn, now):
+            case Choice() as choice:
+                # Nobody who waits could take that room, or it would not be free.
+                self._grant(turn, choice, now)
+            case Wait() as wait:
+                self._wait(turn, wait, now)
+            case str() as reason:
+                self._reject(turn, "context_length_exceeded", reason)
 
-    def _decide(self, turn: Turn, *, forced: bool = False) -> Choice | Wait | str:
+    def _decide(self, turn: Turn, now: float, *, forced: bool = False) -> Choice | Wait | str:
         """A text says why no worker here can ever take it. `forced` ignores load."""
         state = self._state
-        any_slot: Lane = (turn.model, -1)
+        nowhere: Lane = (turn.model, 0)
         if state.is_booting:
             has_nobody = state.has_policy and not len(state.workers)
-            return Wait("no_worker" if has_nobody else "booting", any_slot)
-        of_model = state.workers.of_model(turn.model)
-        eligible = self._fitting(of_model & state.workers.ready, turn)
+            return Wait("no_worker" if has_nobody else "booting", nowhere)
+        eligible = self._fitting(state.workers.of_model(turn.model) & state.workers.ready, turn)
         if not eligible:
-            if of_model and not self._fitting(of_model, turn):
+            widest = state.loads.widest_ever.get(turn.model)
+            if widest is not None and turn.route.input_tokens >= widest and state.is_settled:
                 return f"{turn.route.input_tokens} tokens do not fit any worker's window"
-            return Wait("no_worker", any_slot)
+            return Wait("no_worker", nowhere)
         others = eligible & ~state.workers.slots_of(turn.route.avoid)
         if others:
             eligible = others
         bound = self._bound(turn, eligible)
-        lane = any_slot
         if bound is not None and self._is_hard(turn):
             eligible = 1 << bound
-            lane = (turn.model, bound)
         free = eligible if forced else eligible & ~(state.loads.busy | state.loads.full)
         if not free:
-            return Wait("queue", lane)
+            return Wait("queue", (turn.model, eligible))
         preferred = bound if bound is not None and free >> bound & 1 else None
-        return Choice(free, preferred, lane)
+        return Choice(free, preferred)
 
     def _fitting(self, slots: int, turn: Turn) -> int:
         """Those whose window has room for the input and a token."""
@@ -190,12 +183,12 @@ class Placement:
             shared=active,
             preferred=choice.preferred,
         )
-        candidates = [state.loads[bit.bit_length() - 1] for bit in bits(choice.free)]
+        candidates = state.loads.among(choice.free)
         return state.placement_policy.pick(question, candidates), match
 
-    def _grant(self, turn: Turn, picked: tuple[int, Match], now: float) -> None:
+    def _grant(self, turn: Turn, choice: Choice, now: float) -> None:
         state = self._state
-        slot, match = picked
+        slot, match = self._pick(turn, choice)
         worker = state.workers.of_slot(slot)
         assert worker is not None, "only registered workers' slots are ready"
         matched = {tier: depths[slot] for tier, depths in match.items() if slot in depths}
@@ -292,40 +285,55 @@ class Placement:
     def judge(self, now: float) -> None:
         """Let go whom there is room for: O(turns freed), or O(waiting) when what decides has changed."""
         state = self._state
-        most = None if state.must_judge_all else _LOOK_AHEAD
+        everybody = state.must_judge_all
         state.must_judge = state.must_judge_all = False
-        for lane in state.waiting.lanes():
-            while self._judge_front(lane, most, now) and most is not None:
-                pass
+        if everybody:
+            for waiting in state.waiting.oldest_first():
+                # So that those who move in find their place by age.
+                state.waiting.move(waiting, waiting.lane)
+                self._judge_one(waiting, now)
+        else:
+            self._judge_fronts(now)
 
-    def _judge_front(self, lane: Lane, most: int | None, now: float) -> bool:
-        """True when a turn left and others may follow."""
+    def _judge_fronts(self, now: float) -> None:
+        """Oldest front first, until that of each lane has to go on waiting."""
         waiting = self._state.waiting
-        before = waiting.ahead(lane)
-        for each in waiting.front(lane, most):
-            self._judge_one(each, now)
-        return 0 < waiting.ahead(lane) < before
+        fronts = [
+            (front.turn.since, lane)
+            for lane in waiting.lanes()
+            if (front := waiting.front(lane)) is not None
+        ]
+        heapify(fronts)
+        while fronts:
+            _, lane = heappop(fronts)
+            front = waiting.front(lane)
+            if front is None:
+                continue
+            self._judge_one(front, now)
+            following = waiting.front(lane)
+            if following is not None and following is not front:
+                heappush(fronts, (following.turn.since, lane))
 
     def _judge_one(self, waiting: WaitingTurn, now: float, *, forced: bool = False) -> None:
         state = self._state
-        decision = self._decide(waiting.turn, forced=forced)
-        match decision:
-            case Choice():
-                self._grant(waiting.turn, self._pick(waiting.turn, decision), now)
-            case Wait():
-                state.waiting.move(waiting, decision.lane)
-                if decision.reason != waiting.reason or forced:
-                    deadline = self._deadline(waiting.turn, decision.reason, now)
-                    state.waiting.postpone(waiting, decision.reason, now, deadline)
+        match self._decide(waiting.turn, now, forced=forced):
+            case Choice() as choice:
+                self._grant(waiting.turn, choice, now)
+            case Wait() as wait:
+                if wait.lane != waiting.lane:
+                    state.waiting.move(waiting, wait.lane)
+                if wait.reason != waiting.reason or forced:
+                    deadline = self._deadline(waiting.turn, wait.reason, now)
+                    state.waiting.postpone(waiting, wait.reason, now, deadline)
                     self._hold(waiting, now)
-            case str():
+            case str() as reason:
                 state.waiting.remove(waiting)
-                self._reject(waiting.turn, "context_length_exceeded", decision)
+                self._reject(waiting.turn, "context_length_exceeded", reason)
 
     def send_on(self) -> None:
         """The ring moved: waiting turns whose key is another router's now are told. O(waiting)."""
         waiting = self._state.waiting
-        for each in [w for lane in waiting.lanes() for w in waiting.front(lane, None)]:
+        for each in waiting.oldest_first():
             if self._belongs_elsewhere(each.turn.route):
                 waiting.remove(each)
                 self._moved(each.turn)

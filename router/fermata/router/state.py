@@ -58,6 +58,8 @@ class RouterState:
         self.policy_revision = 0
         self.has_policy = policy is not None
         self.is_booting = True
+        self.is_settled = False
+        """Every worker had the time to say Hello: what none of them can do, none will."""
         self.booted_at = now
         self.ring = Ring(0, {config.id: config.endpoint})
         self.generator = Random(config.seed)

@@ -1,14 +1,14 @@
 """Turns that can not be placed yet, first come first served, each with a reason and a deadline.
 
-Turns wait in lanes: one a model, and one a slot for sessions bound Hard to it, so that those who wait for one slot
-do not stand in the way of the others. What frees capacity is judged from the front of each lane: O(turns freed).
+Turns wait in lanes, by the slots that could take them: whoever fits only the wide workers, or is bound Hard to one
+slot, does not stand in the way of the others. All turns of a lane can go or none can, so what frees capacity is judged
+from the fronts of the lanes, oldest first: O(turns freed).
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
-from itertools import islice
 from typing import Literal
 
 from fermata.core.ids import RequestId
@@ -17,7 +17,7 @@ from fermata.router.model import Turn
 
 Reason = Literal["no_worker", "booting", "queue"]
 Lane = tuple[str, int]
-"""Model, and the slot a Hard session is bound to; -1 for all others."""
+"""Model, and the mask of slots that could take the turn if they had room; 0 where there is none yet."""
 Key = tuple[str, RequestId]
 """Owner and request."""
 
@@ -66,23 +66,21 @@ class Waiting:
         self.deadlines.set(waiting.key, deadline)
 
     def move(self, waiting: WaitingTurn, lane: Lane) -> None:
-        """Behind those that wait there."""
-        if lane != waiting.lane:
-            self._leave_lane(waiting)
-            waiting.lane = lane
-            self._lanes.setdefault(lane, OrderedDict())[waiting.key] = waiting
+        """Behind those that wait there; in its own lane too."""
+        self._leave_lane(waiting)
+        waiting.lane = lane
+        self._lanes.setdefault(lane, OrderedDict())[waiting.key] = waiting
 
     def lanes(self) -> list[Lane]:
         return list(self._lanes)
 
-    def ahead(self, lane: Lane) -> int:
-        """How many wait there."""
-        return len(self._lanes.get(lane, ()))
-
-    def front(self, lane: Lane, most: int | None) -> list[WaitingTurn]:
-        """The first of a lane, in order; None: all of it."""
+    def front(self, lane: Lane) -> WaitingTurn | None:
         turns = self._lanes.get(lane)
-        return [] if turns is None else list(islice(turns.values(), most))
+        return None if turns is None else next(iter(turns.values()))
+
+    def oldest_first(self) -> list[WaitingTurn]:
+        """O(waiting)."""
+        return sorted(self._turns.values(), key=lambda waiting: waiting.turn.since)
 
     def of_owner(self, owner: str) -> list[WaitingTurn]:
         """O(waiting)."""
