@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from fermata.core.ids import MAX_CLIENT_ID_BYTES, RequestId, RoutingKey, SessionId
 
 FINAL_HEADER = "x-dynamo-session-final"
@@ -34,8 +36,7 @@ ROWS: tuple[IdentityRow, ...] = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Identity:
+class Identity(msgspec.Struct, frozen=True, gc=False):
     """As the client said it. Empty session: anonymous."""
 
     session: str = ""
@@ -48,8 +49,7 @@ class Identity:
 ANONYMOUS = Identity()
 
 
-@dataclass(frozen=True, slots=True)
-class ScopedIdentity:
+class ScopedIdentity(msgspec.Struct, frozen=True, gc=False):
     """As the rest of Fermata sees it: two tenants never share a session by using the same words."""
 
     session: SessionId

@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from concurrent.futures import Executor
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, cast
+
+import msgspec
 
 from fermata.core.errors import NotFound
 from fermata.core.hashing import TOKEN_BYTES, hash_seed
@@ -42,8 +43,7 @@ _TRIGGERS: dict[str, InputTrigger] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Intent:
+class Intent(msgspec.Struct, frozen=True):
     """A turn that may be submitted, and what the answer and the trace want to know of it."""
 
     spec: TurnSpec
@@ -54,8 +54,7 @@ class Intent:
     client_request_id: str
 
 
-@dataclass(frozen=True, slots=True)
-class _Asker:
+class _Asker(msgspec.Struct, frozen=True, gc=False):
     caller: Caller
     headers: Mapping[str, str]
     identity: Identity

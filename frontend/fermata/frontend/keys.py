@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
+import msgspec
 from xxhash import xxh3_64_hexdigest
 
 
-@dataclass(frozen=True, slots=True)
-class Caller:
+class Caller(msgspec.Struct, frozen=True, gc=False):
     tenant: str
     """Its KV and its sessions are its own. Empty where no keys are configured: all share one namespace."""
     scope: str

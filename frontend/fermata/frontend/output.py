@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
+
+import msgspec
 
 from fermata.frontend.prompt import Detokenizer, StopStrings
 
@@ -17,8 +18,7 @@ TokenLogprobs = list[tuple[int, float]]
 """One token's: (token, logprob), the sampled one first."""
 
 
-@dataclass(frozen=True, slots=True)
-class Content:
+class Content(msgspec.Struct, frozen=True, gc=False):
     """Text of the answer."""
 
     text: str

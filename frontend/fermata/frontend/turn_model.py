@@ -1,4 +1,7 @@
-"""The values of a turn: what was asked for, how it ends, what the state machine wants done."""
+"""The values of a turn: what was asked for, how it ends, what the state machine wants done.
+
+Structs, not dataclasses: each turn makes about ten of them, and a frozen dataclass takes 0.1 us a field.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Literal, Protocol
+
+import msgspec
 
 from fermata.core.errors import (
     ContextTooLong,
@@ -56,8 +61,7 @@ class TurnLimits:
     """Between attempts that a worker refused."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TurnSpec:
+class TurnSpec(msgspec.Struct, frozen=True, kw_only=True):
     """`prompt` is a u32 frame, `hashes` the u64 frame of its full routing blocks."""
 
     request: RequestId
@@ -91,55 +95,47 @@ class TurnSpec:
         return len(self.prompt) // 4
 
 
-@dataclass(frozen=True, slots=True)
-class Finished:
+class Finished(msgspec.Struct, frozen=True, gc=False):
     reason: Literal["stop", "length"]
     stop_token: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Failed:
+class Failed(msgspec.Struct, frozen=True, gc=False):
     error: TurnError
 
 
-@dataclass(frozen=True, slots=True)
-class Cancelled:
+class Cancelled(msgspec.Struct, frozen=True, gc=False):
     pass
 
 
 Outcome = Finished | Failed | Cancelled
 
 
-@dataclass(frozen=True, slots=True)
-class Ask:
+class Ask(msgspec.Struct, frozen=True, gc=False):
     """Send Route for the turn's present attempt."""
 
     turn: Turn
 
 
-@dataclass(frozen=True, slots=True)
-class Withdraw:
+class Withdraw(msgspec.Struct, frozen=True, gc=False):
     """The Route of the present attempt, not granted yet, is no longer wanted."""
 
     turn: Turn
 
 
-@dataclass(frozen=True, slots=True)
-class Dispatch:
+class Dispatch(msgspec.Struct, frozen=True, gc=False):
     """Send Generate to the worker of the turn's grant."""
 
     turn: Turn
 
 
-@dataclass(frozen=True, slots=True)
-class Abort:
+class Abort(msgspec.Struct, frozen=True, gc=False):
     turn: Turn
     endpoint: str
     lease: LeaseId
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
+class Report(msgspec.Struct, frozen=True, gc=False):
     """Tell the lease's router."""
 
     turn: Turn

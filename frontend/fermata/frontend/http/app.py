@@ -10,10 +10,11 @@ import msgspec
 from prometheus_client import CollectorRegistry
 
 from fermata.frontend.config import FrontendConfig
+from fermata.frontend.http.asgi import Receive, Scope, Send
 from fermata.frontend.http.chat import ChatWriter
 from fermata.frontend.http.collector import FrontendCollector
 from fermata.frontend.http.completions import CompletionWriter
-from fermata.frontend.http.exchange import KeepAlives, Receive, Scope, Send
+from fermata.frontend.http.exchange import KeepAlives
 from fermata.frontend.http.slow import SlowRoom, slow_app
 from fermata.frontend.http.turns import TurnEndpoint, TurnRoom
 from fermata.frontend.intake import Intake

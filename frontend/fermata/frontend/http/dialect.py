@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
+
+import msgspec
 
 from fermata.core.errors import TurnError
 from fermata.frontend.output import Delta, TokenLogprobs
@@ -42,8 +43,7 @@ class Writer(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WriterSpec:
+class WriterSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What every writer needs to know of its request."""
 
     request: str

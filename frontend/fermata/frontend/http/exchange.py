@@ -1,21 +1,15 @@
-"""One HTTP exchange: its request's headers and body, its response, and what can wake it."""
+"""One HTTP exchange: its request's headers and body, and what can wake it."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Generator, MutableMapping
+from collections.abc import Generator
 from contextlib import contextmanager
-from typing import Any
 
 from fermata.frontend.config import HttpLimits
+from fermata.frontend.http.asgi import Message, Receive, Scope
 from fermata.frontend.http.connection import STATE_KEY, ClientConnection
 from fermata.frontend.http.errors import BodyTooLarge, NotJson, SlowBody
-
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-Headers = list[tuple[bytes, bytes]]
 
 
 class ClientGone(Exception):
@@ -27,13 +21,20 @@ def headers_of(scope: Scope) -> dict[str, str]:
     return {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
 
 
-async def read_json_body(headers: dict[str, str], receive: Receive, *, limits: HttpLimits) -> bytes:
+async def read_json_body(
+    scope: Scope, headers: dict[str, str], receive: Receive, *, limits: HttpLimits
+) -> bytes:
     """Bounded in bytes and in patience. A missing content type is taken for JSON."""
     _check_media_type(headers)
     length = headers.get("content-length", "")
     if length.isdecimal() and int(length) > limits.body_bytes:
         raise BodyTooLarge(f"the body may have {limits.body_bytes} bytes")
-    message = await _receive(receive, limits)
+    if _is_all_here(scope):  # the usual case needs no timer
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+    else:
+        message = await _receive(receive, limits)
     if not message.get("more_body"):
         return bytes(message.get("body", b""))
     parts = [message.get("body", b"")]
@@ -45,6 +46,16 @@ async def read_json_body(headers: dict[str, str], receive: Receive, *, limits: H
         if size > limits.body_bytes:
             raise BodyTooLarge(f"the body may have {limits.body_bytes} bytes")
     return b"".join(parts)
+
+
+def _is_all_here(scope: Scope) -> bool:
+    connection = _connection(scope)
+    return connection is not None and not connection.cycle.more_body
+
+
+def _connection(scope: Scope) -> ClientConnection | None:
+    connection = scope.get("state", {}).get(STATE_KEY)
+    return connection if isinstance(connection, ClientConnection) else None
 
 
 async def _receive(receive: Receive, limits: HttpLimits) -> Message:
@@ -65,32 +76,6 @@ def _check_media_type(headers: dict[str, str]) -> None:
     coding = headers.get("content-encoding", "identity").strip().lower()
     if coding not in ("", "identity"):
         raise NotJson(f"a body in {coding!r} can not be read; send it as it is")
-
-
-class Reply:
-    """The response. `is_begun` decides how an error can still be told."""
-
-    __slots__ = ("_send", "is_begun", "is_ended")
-
-    def __init__(self, send: Send) -> None:
-        self._send = send
-        self.is_begun = False
-        self.is_ended = False
-
-    async def begin(self, status: int, headers: Headers) -> None:
-        self.is_begun = True
-        await self._send({"type": "http.response.start", "status": status, "headers": headers})
-
-    async def write(self, body: bytes) -> None:
-        await self._send({"type": "http.response.body", "body": body, "more_body": True})
-
-    async def end(self, body: bytes) -> None:
-        self.is_ended = True
-        await self._send({"type": "http.response.body", "body": body})
-
-    async def whole(self, status: int, headers: Headers, body: bytes) -> None:
-        await self.begin(status, [*headers, (b"content-length", b"%d" % len(body))])
-        await self.end(body)
 
 
 class Waker:
@@ -166,8 +151,8 @@ class KeepAlives:
 @contextmanager
 def watching(scope: Scope, receive: Receive, waker: Waker) -> Generator[None]:
     """Wakes it when the client goes away. On a server that is not ours a task has to wait for that."""
-    connection = scope.get("state", {}).get(STATE_KEY)
-    if isinstance(connection, ClientConnection):
+    connection = _connection(scope)
+    if connection is not None:
         connection.on_lost = waker.client_gone
         if connection.transport.is_closing():
             waker.client_gone()

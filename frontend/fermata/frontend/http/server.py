@@ -30,6 +30,7 @@ class HttpServer(uvicorn.Server):
                 log_config=None,
                 server_header=False,
                 timeout_keep_alive=75,
+                proxy_headers=False,
             )
         )
         self.listening = asyncio.Event()

@@ -226,7 +226,8 @@ async def _tokens(body: TokenizeBody, room: SlowRoom) -> list[int]:
 
 async def _body(request: Request, room: SlowRoom) -> bytes:
     _authorise(request, room)
-    return await read_json_body(headers_of(request.scope), request.receive, limits=room.config.http)
+    headers = headers_of(request.scope)
+    return await read_json_body(request.scope, headers, request.receive, limits=room.config.http)
 
 
 def _authorise(request: Request, room: SlowRoom) -> None:

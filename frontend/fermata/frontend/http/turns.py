@@ -20,21 +20,18 @@ import msgspec
 
 from fermata.core.errors import TurnError, TurnFailed
 from fermata.frontend.config import HttpLimits
+from fermata.frontend.http.asgi import Headers, Receive, Scope, Send
 from fermata.frontend.http.dialect import Writer, WriterSpec
 from fermata.frontend.http.errors import MethodNotAllowed, Unauthorized, error_body, error_headers
 from fermata.frontend.http.exchange import (
     ClientGone,
-    Headers,
     KeepAlives,
-    Receive,
-    Reply,
-    Scope,
-    Send,
     Waker,
     headers_of,
     read_json_body,
     watching,
 )
+from fermata.frontend.http.reply import Reply, reply_to
 from fermata.frontend.intake import Intent
 from fermata.frontend.keys import ApiKeys, Caller
 from fermata.frontend.metrics import FrontendMetrics, status_of
@@ -92,7 +89,7 @@ class TurnEndpoint(Generic[BodyT]):
         self._loop = asyncio.get_running_loop()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        reply = Reply(send)
+        reply = reply_to(send)
         metrics = self._room.metrics
         metrics.started += 1
         try:
@@ -128,7 +125,7 @@ class TurnEndpoint(Generic[BodyT]):
         caller = room.keys.caller(headers)
         if caller is None:
             raise Unauthorized("no such API key; send one as `Authorization: Bearer KEY`")
-        raw = await read_json_body(headers, receive, limits=room.limits)
+        raw = await read_json_body(scope, headers, receive, limits=room.limits)
         body = decode_body(raw, self._decoder)
         intent = await self._accept(body, caller, headers)
         answer = self._answer(body, intent, reply, received_unix_ms // 1000)
