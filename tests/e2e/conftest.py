@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from fermata.operator.local.run_folder import Endpoints, read_endpoints
+from fermata.wire.keyring import load_keyring
 from fermata.wire.messages import Role, Status, StatusRequest
 from fermata.wire.socket import Link, Packet, Peer, new_context
 
@@ -77,7 +78,7 @@ class Stack:
             if isinstance(packet.message, Status) and not answer.done():
                 answer.set_result(packet.message.numbers)
 
-        context = new_context()
+        context = new_context(load_keyring(Path(endpoints.keyring)) if endpoints.keyring else None)
         me = Peer(Role.OPERATOR, f"test-{name}", time.time_ns())
         link = Link(
             context,

@@ -297,11 +297,3 @@ def test_up_and_status_teach(capsys: pytest.CaptureFixture[str]) -> None:
         text = capsys.readouterr().out
         assert "exit codes: 0" in text
         assert all(len(line) <= 120 for line in text.splitlines())
-
-
-def test_curve_keys_are_refused_rather_than_ignored(tmp_path: Path) -> None:
-    demo(tmp_path)
-    path = tmp_path / "m.yaml"
-    path.write_text(path.read_text().replace("frontend: {}", "security: {curve: true}"))
-    with pytest.raises(ConfigError, match=r"spec\.security\.curve: .* \(set it to false\)"):
-        cli.up(["-f", str(path), "--run-dir", str(tmp_path / "run")])

@@ -11,10 +11,12 @@ from __future__ import annotations
 import asyncio
 import logging
 
+from msgspec.structs import replace
+
 from fermata.core.clock import Clock
 from fermata.core.spec import RouterPolicySpec
 from fermata.router.core import Router, RouterConfig, Send
-from fermata.wire.messages import PolicyAck, Role
+from fermata.wire.messages import PolicyAck, Role, Status, StatusRequest
 from fermata.wire.socket import Context, Listener, Packet, Peer
 
 log = logging.getLogger(__name__)
@@ -63,11 +65,19 @@ class RouterService:
         """All a router knows is known elsewhere too: it may go at any time."""
         self._over.set()
 
+    def status(self) -> Status:
+        """The core's, and what only the socket knows."""
+        status = self.core.status(self._clock.now())
+        wire = self._listener.counters.numbers() | {"sends_dropped": float(self.dropped)}
+        return replace(status, numbers=status.numbers | wire)
+
     def numbers(self) -> dict[str, float]:
-        numbers = self.core.status(self._clock.now()).numbers
-        return numbers | self._listener.counters.numbers() | {"sends_dropped": float(self.dropped)}
+        return self.status().numbers
 
     def _receive(self, peer: Peer, packet: Packet) -> None:
+        if isinstance(packet.message, StatusRequest):
+            self._listener.send(peer, self.status())
+            return
         self._send(self.core.receive(peer, packet.message, packet.frame, self._clock.now()))
         self._arm()
 

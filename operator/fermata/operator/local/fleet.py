@@ -31,6 +31,7 @@ from fermata.operator.reconcile import (
     next_ring,
     reconcile,
 )
+from fermata.wire.keyring import Keyring
 from fermata.wire.messages import Role
 from fermata.wire.socket import Peer, new_context
 
@@ -52,6 +53,7 @@ class Fleet:
         *,
         layout: Layout,
         folder: RunFolder,
+        keyring: Keyring | None,
         name: str,
         drain_s: float,
         died: Callable[[Death], None],
@@ -65,7 +67,7 @@ class Fleet:
         self._died = died
         self._say = say
         self._plan: Plan | None = None
-        self._context = new_context()
+        self._context = new_context(keyring)
         self._feed = PolicyFeed(uid=f"local/{name}")
         self._sent_at: dict[str, float] = {}
         self._served: dict[str, float] = {}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fermata.operator.local.ports import PortBook
 from fermata.operator.plan import frontend_replica
-from fermata.wire.messages import Ring
+from fermata.wire.messages import Ring, Role
 
 FERMATA = (sys.executable, "-P", "-m", "fermata.core.cli")
 """`-P`: the folder the user stands in must not shadow a module of ours or of the standard library."""
@@ -22,6 +22,8 @@ class Layout:
     deployment: Path
     policy: Path
     ports: PortBook
+    keys: Path | None = None
+    """Folder of the CURVE keyrings; None: nothing is encrypted."""
     executable: tuple[str, ...] = FERMATA
 
     def endpoint(self, name: str) -> str:
@@ -46,6 +48,7 @@ class Layout:
             *(*self.executable, "router", "--id", name, "--number", number),
             *("--deployment", str(self.deployment), "--policy", str(self.policy)),
             *("--listen", self.endpoint(name)),
+            *self._keys(Role.ROUTER),
         ]
 
     def worker(self, name: str, *, group: str, revision: str, ring: Ring) -> list[str]:
@@ -53,6 +56,7 @@ class Layout:
             *(*self.executable, "worker", "--id", name, "--group", group, "--revision", revision),
             *("--deployment", str(self.deployment), *_routers(ring)),
             *("--listen", self.endpoint(name)),
+            *self._keys(Role.WORKER),
         ]
 
     def frontend(self, name: str, *, ring: Ring) -> list[str]:
@@ -60,7 +64,11 @@ class Layout:
             *(*self.executable, "frontend", "--id", name),
             *("--deployment", str(self.deployment), *_routers(ring)),
             *("--host", self.host, "--port", str(self.frontend_port(name)), "--reuse-port"),
+            *self._keys(Role.FRONTEND),
         ]
+
+    def _keys(self, role: Role) -> list[str]:
+        return ["--keys", str(self.keys / f"{role.value}.json")] if self.keys else []
 
 
 def _routers(ring: Ring) -> list[str]:

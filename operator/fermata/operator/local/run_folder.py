@@ -4,6 +4,7 @@
   deployment.json   the AgentDeployment as its processes read it
   policy.json       the RouterPolicy a router boots with
   endpoints.json    where everything listens; read by `fermata status`
+  keys/ROLE.json    CURVE keyrings, with security.curve; made anew at each start
   logs/NAME.log     what each process says
   lock              held while the runner lives
 """
@@ -12,6 +13,8 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO
 
@@ -19,6 +22,8 @@ import msgspec
 
 from fermata.core.errors import ConfigError
 from fermata.core.spec import AgentDeployment, RouterPolicySpec
+from fermata.wire.keyring import Keyring
+from fermata.wire.messages import Role
 
 
 class Endpoints(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,6 +36,8 @@ class Endpoints(msgspec.Struct, frozen=True, kw_only=True):
     routers: dict[str, str]
     workers: dict[str, str]
     frontends: dict[str, str]
+    keyring: str = ""
+    """File of the operator's CURVE keyring, for whoever asks as operator; empty: nothing is encrypted."""
 
 
 def default_folder(port: int) -> Path:
@@ -43,6 +50,7 @@ class RunFolder:
         self.deployment = path / "deployment.json"
         self.policy = path / "policy.json"
         self.endpoints = path / "endpoints.json"
+        self.keys = path / "keys"
         self._lock: IO[str] | None = None
 
     def open(self) -> None:
@@ -81,6 +89,19 @@ class RunFolder:
 
     def write_policy(self, policy: RouterPolicySpec) -> None:
         _replace(self.policy, msgspec.json.format(msgspec.json.encode(policy)))
+
+    def write_keys(self, keyrings: Mapping[Role, Keyring]) -> None:
+        """Readable by this user only, from the first byte on."""
+        self.keys.mkdir(mode=0o700, exist_ok=True)
+        for role, keyring in keyrings.items():
+            path = self.keys / f"{role.value}.json"
+            path.unlink(missing_ok=True)
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(msgspec.json.encode(keyring))
+
+    def forget_keys(self) -> None:
+        shutil.rmtree(self.keys, ignore_errors=True)
 
     def write_endpoints(self, endpoints: Endpoints) -> None:
         _replace(self.endpoints, msgspec.json.format(msgspec.json.encode(endpoints)))

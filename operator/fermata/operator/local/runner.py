@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fermata.core.errors import ConfigError
@@ -26,6 +26,9 @@ from fermata.operator.local.signals import Signals
 from fermata.operator.local.supervisor import Death
 from fermata.operator.local.watch import FileWatch
 from fermata.operator.plan import Plan, make_plan
+from fermata.wire.keyring import Keyring, make_keyrings
+from fermata.wire.messages import Role
+from fermata.wire.socket import new_key_pair
 
 EXIT_OK = 0
 EXIT_FAILED = 1
@@ -76,14 +79,15 @@ class Runner:
         """Raises ConfigError when nothing was started: manifest, port or folder."""
         manifests = load_manifests(self._options.manifest)
         plan = make_plan(manifests)
-        _require_supported(manifests, self._options.manifest)
         self._require_ports(plan, known=0)
         with self._folder_held(), Signals(self._wake.set) as signals:
+            keyring = self._make_keys() if _is_secure(manifests) else None
             async with asyncio.TaskGroup() as tasks:
                 fleet = Fleet(
                     tasks,
                     layout=self._layout,
                     folder=self._folder,
+                    keyring=keyring,
                     name=manifests.deployment.metadata.name,
                     drain_s=self._options.drain_s,
                     died=self._on_death,
@@ -95,12 +99,22 @@ class Runner:
                 finally:
                     fleet.close()
 
+    def _make_keys(self) -> Keyring:
+        """New keys at each start, since all that use them start with us. Returns the operator's own."""
+        pairs = {(role, end): new_key_pair() for role in Role for end in ("server", "client")}
+        keyrings = make_keyrings(pairs)
+        self._folder.write_keys(keyrings)
+        self._layout = replace(self._layout, keys=self._folder.keys.resolve())
+        return keyrings[Role.OPERATOR]
+
     @contextmanager
     def _folder_held(self) -> Generator[None]:
         self._folder.open()
+        self._folder.forget_keys()
         try:
             yield
         finally:
+            self._folder.forget_keys()
             self._folder.close()
 
     async def _operate(
@@ -143,7 +157,7 @@ class Runner:
         try:
             manifests = load_manifests(manifest)
             plan = make_plan(manifests)
-            _require_supported(manifests, manifest)
+            self._require_same_security(manifests)
             self._require_ports(plan, known=fleet.frontend_replicas)
         except ConfigError as error:
             self._console.say(f"{error}; what runs stays as it is")
@@ -152,6 +166,14 @@ class Runner:
             f"{manifest} was edited" if fleet.differs(plan) else f"{manifest}: nothing changed"
         )
         fleet.want(manifests, plan)
+
+    def _require_same_security(self, manifests: Manifests) -> None:
+        if _is_secure(manifests) != (self._layout.keys is not None):
+            raise ConfigError(
+                "spec.security.curve can not change while it runs",
+                where=str(self._options.manifest),
+                fix="stop fermata up and start it again",
+            )
 
     def _require_ports(self, plan: Plan, *, known: int) -> None:
         """`known` replicas are ours already."""
@@ -182,6 +204,7 @@ class Runner:
             deployment=fleet.name,
             manifest=str(self._options.manifest),
             url=self._layout.url("frontend-0"),
+            keyring=str(self._layout.keys / "operator.json") if self._layout.keys else "",
             **fleet.endpoints(),
         )
         if endpoints != self._endpoints:
@@ -240,11 +263,5 @@ class Runner:
         return EXIT_KILLED if killed else EXIT_OK
 
 
-def _require_supported(manifests: Manifests, manifest: Path) -> None:
-    if manifests.deployment.spec.security.curve:
-        raise ConfigError(
-            f"AgentDeployment {manifests.deployment.metadata.name}: spec.security.curve:"
-            " fermata up listens on loopback only and makes no keys",
-            where=str(manifest),
-            fix="set it to false",
-        )
+def _is_secure(manifests: Manifests) -> bool:
+    return manifests.deployment.spec.security.curve

@@ -6,6 +6,7 @@ import asyncio
 import os
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -14,6 +15,7 @@ import msgspec
 from fermata.operator.link import OperatorLink
 from fermata.operator.local.http_probe import get
 from fermata.operator.local.run_folder import Endpoints
+from fermata.wire.keyring import Keyring, load_keyring
 from fermata.wire.messages import Role
 from fermata.wire.socket import Peer, new_context
 
@@ -54,10 +56,11 @@ class Look:
 
 async def look_around(endpoints: Endpoints) -> dict[str, list[Look]]:
     """By kind; a process that does not answer within `WAIT_S` says so."""
+    keyring = load_keyring(Path(endpoints.keyring)) if endpoints.keyring else None
     wire = [("router", n, e) for n, e in endpoints.routers.items()]
     wire += [("worker", n, e) for n, e in endpoints.workers.items()]
     looks, frontends = await asyncio.gather(
-        _ask_all(wire),
+        _ask_all(wire, keyring),
         asyncio.gather(*(_ask_frontend(n, u) for n, u in endpoints.frontends.items())),
     )
     return {**looks, "frontend": list(frontends)}
@@ -92,8 +95,10 @@ def _number(value: float | None) -> str:
     return f"{value:.0f}" if float(value).is_integer() else f"{value:.3g}"
 
 
-async def _ask_all(wire: list[tuple[str, str, str]]) -> dict[str, list[Look]]:
-    context = new_context()
+async def _ask_all(
+    wire: list[tuple[str, str, str]], keyring: Keyring | None
+) -> dict[str, list[Look]]:
+    context = new_context(keyring)
     answered = asyncio.Event()
     me = Peer(Role.OPERATOR, f"status-{os.getpid()}", time.time_ns() // 1_000_000)
     links = [
