@@ -49,8 +49,10 @@ class RankEvents:
                         held.pop(value, None)
                     start += count
                 case KvCleared(tier):
-                    for gone in [tier] if tier is not None else list(self._tiers):
-                        self._tiers.pop(gone, None)
+                    if tier is None:
+                        self._tiers.clear()
+                    else:
+                        self._tiers.pop(tier, None)
         return first
 
     def snapshot(self) -> Iterator[tuple[list[KvStored], array[int]]]:
