@@ -116,27 +116,35 @@ async def test_tokens_come_in_order_and_events_before_the_outputs_of_their_step(
 
 
 async def test_late_timers_do_not_add_up() -> None:
-    engine, sink = rank(decode_ms=3.3), Sink()
-    await engine.start(sink)
-    began = time.monotonic()
-    engine.submit(request(1, max_tokens=100))
-    await sink.until_ended(1)
-    took = time.monotonic() - began
-    assert took > 0.329
-    # A timer is late by up to a millisecond or, on a busy machine, much more: together that would be 0.1 s.
-    assert took < 0.33 + CATCH_UP_S
+    took = 1e9
+    for _ in range(4):  # a busy machine may stop us for longer than the engine catches up
+        engine, sink = rank(decode_ms=3.3), Sink()
+        await engine.start(sink)
+        began = time.monotonic()
+        engine.submit(request(1, max_tokens=100))
+        await sink.until_ended(1)
+        took = min(took, time.monotonic() - began)
+        assert took > 0.329
+        if took < 0.36:
+            return
+    # Timers are late by up to a millisecond each: together that would be 0.1 s.
+    pytest.fail(f"100 steps of 3.3 ms took {took:.3f} s")
 
 
 async def test_it_does_not_race_through_what_it_missed_while_it_was_stopped() -> None:
     engine, sink = rank(decode_ms=10.0), Sink()
     await engine.start(sink)
     engine.submit(request(1, max_tokens=500))
-    await asyncio.sleep(0.03)
-    time.sleep(CATCH_UP_S + 0.3)  # as a suspended process would
-    before = len(sink.tokens[request(1, max_tokens=1).lease])
-    await asyncio.sleep(0)
+    lease = request(1, max_tokens=1).lease
+    async with asyncio.timeout(10):
+        while lease not in sink.tokens:
+            await asyncio.sleep(0.001)
+    before = len(sink.tokens[lease])
+    time.sleep(CATCH_UP_S + 0.5)  # as a suspended process would
+    woke = time.monotonic()
     await asyncio.sleep(0.02)
-    assert len(sink.tokens[request(1, max_tokens=1).lease]) - before < 10
+    awake = time.monotonic() - woke
+    assert len(sink.tokens[lease]) - before <= 2 + awake / 0.01
     await engine.stop()
 
 
@@ -145,15 +153,13 @@ async def test_an_engine_that_can_not_keep_up_lets_the_loop_breathe() -> None:
     await engine.start(sink)
     for serial in range(1, 65):
         engine.submit(request(serial, max_tokens=400, prompt=[serial]))
-    worst = 0.0
-    turns = 0
+    turns: list[float] = []
     while len(sink.ended) < 64:
-        began = time.perf_counter()
+        began = time.thread_time()
         await asyncio.sleep(0)
-        worst = max(worst, time.perf_counter() - began)
-        turns += 1
-    assert turns > 20
-    assert worst < 0.5
+        turns.append(time.thread_time() - began)
+    assert len(turns) > 20
+    assert max(turns) < 0.05
     await engine.stop()
 
 
