@@ -16,6 +16,7 @@ import httpx
 import pytest
 
 from fermata.operator.local.ports import is_free
+from fermata.operator.local.run_folder import read_endpoints
 
 ROOT = Path(__file__).resolve().parents[2]
 MANIFEST = """\
@@ -166,6 +167,8 @@ def test_the_quickstart_serves_what_its_banner_says_and_ctrl_c_leaves_nothing(
     text = "".join(c[0]["delta"].get("content") or "" for c in pieces if c)
     assert len(text.split()) > 5
 
+    for name, url in read_endpoints(up.run_folder).metrics.items():
+        assert "# TYPE" in httpx.get(url).text, f"{name} shows no metrics"
     status = up.status()
     assert "quickstart from" in status
     for name in pids:
@@ -233,12 +236,18 @@ def test_edits_apply_live_and_a_bad_one_changes_nothing(start: Callable[..., Up]
     assert up.stop() == 0
 
 
-def test_a_rollout_under_load_breaks_no_stream(start: Callable[..., Up]) -> None:
-    up = start("--watch")
+@pytest.mark.parametrize(
+    ("drain_s", "migrations"), [("30", 0), ("0.5", 1)], ids=["finished", "handed over"]
+)
+def test_a_rollout_under_load_breaks_no_stream(
+    drain_s: str, migrations: int, start: Callable[..., Up]
+) -> None:
+    """A long turn is finished by the worker that drains, or carried on by its successor."""
+    up = start("--watch", "--drain-timeout", drain_s)
     body = {
         "model": "tiny",
         "messages": [{"role": "user", "content": "play on"}],
-        "max_tokens": 400,
+        "max_tokens": 1000,
         "stream": True,
         "stream_options": {"include_usage": True},
     }
@@ -247,12 +256,19 @@ def test_a_rollout_under_load_breaks_no_stream(start: Callable[..., Up]) -> None
         for _ in range(6):
             next(lines)
         up.edit("replicas: 2", "replicas: 2\n      blockSize: 32")
+        up.says("sim-0        drains")
+        drained_at = len([line for _, line in zip(range(4), lines, strict=False)])
+        assert drained_at == 4, "the drain must meet a running stream"
         events = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
     assert events[-1] == "[DONE]"
-    assert json.loads(events[-2])["usage"]["completion_tokens"] == 400
+    usage = json.loads(events[-2])["usage"]
+    assert usage["completion_tokens"] == 1000
     up.says("sim-0        is gone")
     up.says("sim-1        is gone")
     assert {"sim-2", "sim-3"} <= up.pids().keys()
+    status = httpx.get(f"{up.url}/fermata/status").json()
+    assert status["migrations"] == migrations
+    assert status["turns"] == status["leases"] == 0
     assert up.stop() == 0
 
 

@@ -236,18 +236,19 @@ def test_services_get_the_flags_they_agreed_on() -> None:
     ring = Ring(3, [("router-0", "tcp://a:1"), ("router-1", "tcp://b:2")])
     assert " ".join(layout.router("router-1")) == (
         "fermata router --id router-1 --number 1 --deployment /run/d.json --policy /run/p.json"
-        f" --listen {layout.endpoint('router-1')}"
+        f" --listen {layout.endpoint('router-1')} --metrics-port {layout.ports.port('router-1/metrics')}"
     )
     assert " ".join(layout.worker("sim-0", group="sim", revision="r1", ring=ring)) == (
         "fermata worker --id sim-0 --group sim --revision r1 --deployment /run/d.json"
         " --routers router-0=tcp://a:1,router-1=tcp://b:2 --epoch 3"
-        f" --listen {layout.endpoint('sim-0')}"
+        f" --listen {layout.endpoint('sim-0')} --metrics-port {layout.ports.port('sim-0/metrics')}"
     )
     assert " ".join(layout.frontend("frontend-1.2", ring=ring)) == (
         "fermata frontend --id frontend-1.2 --deployment /run/d.json"
         " --routers router-0=tcp://a:1,router-1=tcp://b:2 --epoch 3 --host 0.0.0.0 --port 8001 --reuse-port"
     )
     assert layout.url("frontend-1.2") == "http://127.0.0.1:8001"
+    assert layout.metrics("sim-0").endswith(f":{layout.ports.port('sim-0/metrics')}/metrics")
 
 
 def test_the_status_table_lines_up_and_shows_what_is_not_known() -> None:

@@ -49,6 +49,8 @@ def main() -> None:
         "revision",
         "routers",
         "epoch",
+        "metrics-port",
+        "keys",
     ):
         parser.add_argument(f"--{flag}")
     parser.add_argument("--host")

@@ -148,11 +148,14 @@ class Fleet:
 
     def endpoints(self) -> dict[str, dict[str, str]]:
         """By kind, as the endpoints file names them."""
-        found: dict[str, dict[str, str]] = {"routers": {}, "workers": {}, "frontends": {}}
+        kinds = ("routers", "workers", "frontends", "metrics")
+        found: dict[str, dict[str, str]] = {kind: {} for kind in kinds}
         for name, child in self._supervisor.children.items():
             url = child.spec.kind == "frontend"
             where = self._layout.url(name) if url else self._layout.endpoint(name)
             found[f"{child.spec.kind}s"][name] = where
+            if not url:
+                found["metrics"][name] = self._layout.metrics(name)
         return found
 
     async def stop(self, *, kill: asyncio.Event) -> bool:
@@ -246,6 +249,7 @@ class Fleet:
         self._served.pop(spec.id, None)
         if spec.kind == "worker":
             self._layout.ports.forget(spec.id)
+            self._layout.ports.forget(f"{spec.id}/metrics")
 
     def _take(self, step: Step) -> None:
         match step:

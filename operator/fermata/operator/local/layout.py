@@ -30,6 +30,10 @@ class Layout:
         """Of a router or worker; kept over its restarts."""
         return f"tcp://127.0.0.1:{self.ports.port(name)}"
 
+    def metrics(self, name: str) -> str:
+        """Where a router or worker serves its metrics; a frontend does on its own port."""
+        return f"http://127.0.0.1:{self.ports.port(f'{name}/metrics')}/metrics"
+
     def frontend_port(self, name: str) -> int:
         return self.port + frontend_replica(name)
 
@@ -48,6 +52,7 @@ class Layout:
             *(*self.executable, "router", "--id", name, "--number", number),
             *("--deployment", str(self.deployment), "--policy", str(self.policy)),
             *("--listen", self.endpoint(name)),
+            *("--metrics-port", str(self.ports.port(f"{name}/metrics"))),
             *self._keys(Role.ROUTER),
         ]
 
@@ -56,6 +61,7 @@ class Layout:
             *(*self.executable, "worker", "--id", name, "--group", group, "--revision", revision),
             *("--deployment", str(self.deployment), *_routers(ring)),
             *("--listen", self.endpoint(name)),
+            *("--metrics-port", str(self.ports.port(f"{name}/metrics"))),
             *self._keys(Role.WORKER),
         ]
 

@@ -36,6 +36,8 @@ class Endpoints(msgspec.Struct, frozen=True, kw_only=True):
     routers: dict[str, str]
     workers: dict[str, str]
     frontends: dict[str, str]
+    metrics: dict[str, str] = {}
+    """Of routers and workers; a frontend's are under its own URL."""
     keyring: str = ""
     """File of the operator's CURVE keyring, for whoever asks as operator; empty: nothing is encrypted."""
 
