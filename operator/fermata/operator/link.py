@@ -20,9 +20,12 @@ from fermata.wire.messages import (
 )
 from fermata.wire.socket import Context, Link, Packet, Peer
 
+ASK_EVERY_S = 0.2
+
 
 class OperatorLink:
-    """`heard` is called after each answer. Nothing is asked of a peer that does not read."""
+    """`heard` is called after an answer that says something new: what only counts on is no news, or an
+    answer would be reason to ask again. Nothing is asked of a peer that does not read."""
 
     def __init__(
         self,
@@ -39,12 +42,16 @@ class OperatorLink:
         self.endpoint = endpoint
         self.status: Status | None = None
         self.status_at = 0.0
+        self._asked_at = 0.0
         self.policy_ack: PolicyAck | None = None
         self.drain_status: DrainStatus | None = None
         self._link = Link(context, endpoint, me=me, receive=self._receive, listens=listens)
 
     def ask_status(self) -> None:
-        if not self._link.blocked:
+        """At most each `ASK_EVERY_S`; call at will."""
+        now = time.monotonic()
+        if not self._link.blocked and now - self._asked_at >= ASK_EVERY_S:
+            self._asked_at = now
             self._link.send(StatusRequest())
 
     def set_policy(self, message: SetPolicy) -> bool:
@@ -66,8 +73,11 @@ class OperatorLink:
     def _receive(self, packet: Packet) -> None:
         match packet.message:
             case Status() as status:
+                is_news = self.status is None or _standing(status) != _standing(self.status)
                 self.status = status
                 self.status_at = time.monotonic()
+                if not is_news:
+                    return
             case PolicyAck() as ack:
                 self.policy_ack = ack
             case DrainStatus() as drain_status:
@@ -75,3 +85,9 @@ class OperatorLink:
             case _:
                 return  # a Fault is logged by the link; nothing else is for an operator
         self._heard()
+
+
+def _standing(status: Status) -> tuple[object, ...]:
+    """What decides about readiness."""
+    numbers = status.numbers
+    return status.facts, numbers.get("workers_ready"), numbers.get("policy_revision")
