@@ -51,6 +51,7 @@ lint: $(VENV)/.dev ## style, layers, spelling
 
 type: $(VENV)/.dev ## mypy and pyright, both strict
 	@$(BIN)/mypy
+	@$(BIN)/mypy .ci/verdict.py .ci/branch_coverage.py benchmarks/bench.py examples/chat.py
 	@$(BIN)/pyright
 
 test: test-unit test-property test-integration test-e2e ## all tests

@@ -40,11 +40,9 @@ class Measurement:
 
 
 def read(raw: Any) -> Measurement:
-    take = (
-        raw.get
-        if isinstance(raw, Mapping)
-        else lambda name, default=None: getattr(raw, name, default)
-    )
+    def take(name: str) -> Any:
+        return raw.get(name) if isinstance(raw, Mapping) else getattr(raw, name, None)
+
     better = str(take("better"))
     if better not in {"lower", "higher"}:
         raise ValueError(f"better is {better!r}, not lower or higher: {raw}")

@@ -112,6 +112,18 @@ def test_every_distribution_we_import_is_declared() -> None:
         assert name in declared, f"{where} imports {module}, which pyproject.toml does not declare"
 
 
+def test_every_package_is_type_checked_and_layered() -> None:
+    """mypy checks only the first root of a namespace unless each package is named."""
+    packages = {
+        f"fermata.{path.parent.name}"
+        for root in ROOTS
+        for path in (ROOT / root / "fermata").glob("*/__init__.py")
+    }
+    assert packages == set(PROJECT["tool"]["mypy"]["packages"])
+    layers = (ROOT / ".importlinter").read_text()
+    assert packages == set(layers.partition("root_packages =")[2].partition("include")[0].split())
+
+
 def test_every_command_has_an_entry_point_and_a_line_in_the_help() -> None:
     assert set(PROJECT["project"]["entry-points"][cli.GROUP]) == set(cli.SUMMARIES)
 
