@@ -88,6 +88,7 @@ async def _serve(config: FrontendConfig, model: PromptModel, keys: Keyring | Non
     # What was loaded lives as long as the process: a collector that walks it each time costs every stream.
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
     _handle_signals(service, server)
     try:
         async with asyncio.TaskGroup() as tasks:

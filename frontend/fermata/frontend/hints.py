@@ -18,6 +18,9 @@ MAX_CACHE_TTL_S = 86_400.0
 _DEFAULT_CACHE_TTL_S = 300.0
 _I32 = (1 << 31) - 1
 _U32 = (1 << 32) - 1
+_PRIORITY = "x-dynamo-request-priority"
+_STRICT_PRIORITY = "x-dynamo-request-strict-priority"
+_TENANT = "x-tenant-id"
 _TTL = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([smh]?)\s*$")
 _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 _NONE: Mapping[str, object] = {}
@@ -25,12 +28,12 @@ _NONE: Mapping[str, object] = {}
 
 def parse_hints(nvext: object, headers: Mapping[str, str]) -> Hints:
     """Headers win over the body, as they are what a gateway can set."""
+    if nvext is None and _PRIORITY not in headers and _STRICT_PRIORITY not in headers:
+        return _UNSAID
     extension = _object(nvext)
     said = _object(extension.get("agent_hints"))
-    priority = headers.get("x-dynamo-request-priority", said.get("priority"))
-    strict = headers.get("x-dynamo-request-strict-priority", said.get("strict_priority"))
-    if not said and "cache_control" not in extension and priority is None and strict is None:
-        return _UNSAID
+    priority = headers.get(_PRIORITY, said.get("priority"))
+    strict = headers.get(_STRICT_PRIORITY, said.get("strict_priority"))
     return Hints(
         priority=_integer(priority, -_I32 - 1, _I32),
         strict_priority=_integer(strict, 0, _U32),
@@ -45,7 +48,9 @@ def parse_hints(nvext: object, headers: Mapping[str, str]) -> Hints:
 
 def cache_salt(nvext: object, top_level: object, headers: Mapping[str, str]) -> str:
     """The client's own part of the namespace: header over nvext over the body's top level."""
-    for value in (headers.get("x-tenant-id"), _object(nvext).get("cache_salt"), top_level):
+    if nvext is None and top_level is None and _TENANT not in headers:
+        return ""
+    for value in (headers.get(_TENANT), _object(nvext).get("cache_salt"), top_level):
         if salt := _text(value):
             return salt
     return ""

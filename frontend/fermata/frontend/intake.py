@@ -74,6 +74,9 @@ class Intake:
     ) -> None:
         self.context_length = context_length
         self._config = config
+        self._names = frozenset(config.model_names)
+        self._served = config.model.name
+        self._block_size = config.block_size
         self._model = model
         self._lineages = lineages
         self._threads = threads
@@ -104,9 +107,9 @@ class Intake:
     def _check(
         self, body: ChatBody | CompletionBody, caller: Caller, headers: Mapping[str, str]
     ) -> _Asker:
-        names = self._config.model_names
-        if body.model is not None and body.model not in names:
-            raise NotFound(f"no model {body.model!r} here, only {', '.join(names)}", param="model")
+        if body.model is not None and body.model not in self._names:
+            names = ", ".join(self._config.model_names)
+            raise NotFound(f"no model {body.model!r} here, only {names}", param="model")
         check_supported(body)
         salt = cache_salt(body.nvext, body.cache_salt, headers)
         namespace = namespace_of(caller.tenant, salt)
@@ -141,10 +144,10 @@ class Intake:
         spec = TurnSpec(
             request=request,
             key=who.key,
-            model=self._config.model.name,
+            model=self._served,
             prompt=prompt.tokens,
             hashes=prompt.hashes.tobytes(),
-            block_size=self._config.block_size,
+            block_size=self._block_size,
             seed=asker.seed,
             sampling=sampling,
             session=who.session,
@@ -169,7 +172,7 @@ class Intake:
             return scoped(asker.identity, tenant=asker.caller.tenant)
         if not self._config.infer_sessions:
             return unknown(request)
-        full = len(prompt.hashes) * self._config.block_size * TOKEN_BYTES
+        full = len(prompt.hashes) * self._block_size * TOKEN_BYTES
         lineage = self._lineages.infer(
             scope=asker.caller.scope,
             hashes=prompt.hashes,

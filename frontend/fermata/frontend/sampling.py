@@ -12,6 +12,15 @@ from fermata.wire.messages import Sampling
 MAX_LOGPROBS = 20
 MAX_STOPS = 64
 _SEEDS = 1 << 63
+_NUMBERS = (
+    ("temperature", 0.0, 100.0),
+    ("top_p", 0.0, 1.0),
+    ("min_p", 0.0, 1.0),
+    ("presence_penalty", -2.0, 2.0),
+    ("frequency_penalty", -2.0, 2.0),
+    ("repetition_penalty", 0.0, 100.0),
+)
+"""Name and range of what is passed on as it is; unsaid is the engine's default."""
 
 
 def sampling_of(
@@ -31,22 +40,25 @@ def sampling_of(
     room = context_length - input_tokens
     wanted = _max_tokens(body)
     max_tokens = room if wanted is None else min(max(wanted, 1), room)
+    said: dict[str, Any] = {}
+    for name, low, high in _NUMBERS:
+        value = getattr(body, name)
+        if value is not None:
+            said[name] = _within(value, low, high, name)
+    if body.min_tokens is not None:
+        said["min_tokens"] = min(max(_whole(body.min_tokens, 0, "min_tokens"), 0), max_tokens)
+    if body.top_k is not None:
+        said["top_k"] = max(_whole(body.top_k, 0, "top_k"), 0)
+    if body.seed is not None:
+        said["seed"] = _whole(body.seed, 0, "seed") % _SEEDS
     eos = () if body.ignore_eos else eos_token_ids
     return Sampling(
         max_tokens=max_tokens,
-        min_tokens=min(max(_whole(body.min_tokens, 0, "min_tokens"), 0), max_tokens),
-        temperature=_within(body.temperature, 1.0, 0.0, 100.0, "temperature"),
-        top_p=_within(body.top_p, 1.0, 0.0, 1.0, "top_p"),
-        top_k=max(_whole(body.top_k, 0, "top_k"), 0),
-        min_p=_within(body.min_p, 0.0, 0.0, 1.0, "min_p"),
-        presence_penalty=_within(body.presence_penalty, 0.0, -2.0, 2.0, "presence_penalty"),
-        frequency_penalty=_within(body.frequency_penalty, 0.0, -2.0, 2.0, "frequency_penalty"),
-        repetition_penalty=_within(body.repetition_penalty, 1.0, 0.0, 100.0, "repetition_penalty"),
-        seed=None if body.seed is None else _whole(body.seed, 0, "seed") % _SEEDS,
         stop_token_ids=[*eos, *_token_ids(body.stop_token_ids)],
         ignore_eos=bool(body.ignore_eos),
         logprobs=_logprobs(body),
         structured=_structured(body),
+        **said,
     )
 
 
@@ -120,9 +132,7 @@ def _response_format(said: dict[str, Any] | None) -> dict[str, Any] | None:
             )
 
 
-def _within(said: Number | None, unsaid: float, low: float, high: float, name: str) -> float:
-    if said is None:
-        return unsaid
+def _within(said: Number, low: float, high: float, name: str) -> float:
     if not low <= said <= high:
         raise InvalidTurn(f"{name} must be between {low:g} and {high:g}, got {said:g}", param=name)
     return float(said)

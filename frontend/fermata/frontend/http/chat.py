@@ -37,6 +37,11 @@ def failure_event(error: TurnError) -> bytes:
 class ChatWriter:
     def __init__(self, spec: WriterSpec) -> None:
         self._spec = spec
+        if spec.streams:
+            self._compose(spec)
+
+    def _compose(self, spec: WriterSpec) -> None:
+        """What all chunks of this answer share."""
         head = _encode({
             "id": f"chatcmpl-{spec.request}",
             "object": "chat.completion.chunk",

@@ -52,6 +52,7 @@ class FrontendCollector(Collector):
 
     def _responses(self) -> Iterator[Metric]:
         m = self._metrics
+        m.fold()
         yield _counter("requests_started", "Requests to a turn endpoint", m.started)
         responses = CounterMetricFamily(
             PREFIX + "requests",

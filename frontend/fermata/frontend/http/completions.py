@@ -19,6 +19,12 @@ _encode = msgspec.json.encode
 class CompletionWriter:
     def __init__(self, spec: WriterSpec) -> None:
         self._spec = spec
+        self._offset = 0
+        if spec.streams:
+            self._compose(spec)
+
+    def _compose(self, spec: WriterSpec) -> None:
+        """What all chunks of this answer share."""
         head = _encode({
             "id": f"cmpl-{spec.request}",
             "object": "text_completion",
@@ -30,7 +36,6 @@ class CompletionWriter:
         self._prefix = self._head + b'"choices":[{"index":0,"text":'
         self._tail = b',"finish_reason":null}]' + self._usage + b"}\n\n"
         self._suffix = b',"logprobs":null' + self._tail
-        self._offset = 0
 
     def opening(self) -> bytes:
         self._offset = len(self._spec.echo)

@@ -31,6 +31,10 @@ class ClientConnection(HttpToolsProtocol):
         if self.on_lost is not None:
             self.on_lost()
 
+    def forget(self) -> None:
+        """The answer is out; nobody waits for this connection's end."""
+        self.on_lost = None
+
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self.scope.setdefault("state", {})[STATE_KEY] = self

@@ -49,6 +49,7 @@ class WriterSpec(msgspec.Struct, frozen=True, kw_only=True):
     request: str
     model: str
     created: int
+    streams: bool = True
     include_usage: bool = False
     wants_logprobs: bool = False
     token_text: Callable[[int], str] = str

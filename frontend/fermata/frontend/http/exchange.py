@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 from fermata.frontend.config import HttpLimits
 from fermata.frontend.http.asgi import Message, Receive, Scope
@@ -148,24 +147,21 @@ class KeepAlives:
                 waker.nudge()
 
 
-@contextmanager
-def watching(scope: Scope, receive: Receive, waker: Waker) -> Generator[None]:
-    """Wakes it when the client goes away. On a server that is not ours a task has to wait for that."""
+def watch(scope: Scope, receive: Receive, waker: Waker) -> Callable[[], None]:
+    """Wakes it when the client goes away, until the result is called. On a server that is not ours a task has to
+    wait for that."""
     connection = _connection(scope)
-    if connection is not None:
-        connection.on_lost = waker.client_gone
-        if connection.transport.is_closing():
-            waker.client_gone()
-        try:
-            yield
-        finally:
-            connection.on_lost = None
-    else:
+    if connection is None:
         task = asyncio.ensure_future(_wait_for_disconnect(receive, waker))
-        try:
-            yield
-        finally:
-            task.cancel()
+        return lambda: _cancel(task)
+    connection.on_lost = waker.client_gone
+    if connection.transport.is_closing():
+        waker.client_gone()
+    return connection.forget
+
+
+def _cancel(task: asyncio.Future[None]) -> None:
+    task.cancel()
 
 
 async def _wait_for_disconnect(receive: Receive, waker: Waker) -> None:

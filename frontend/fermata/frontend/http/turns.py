@@ -29,7 +29,7 @@ from fermata.frontend.http.exchange import (
     Waker,
     headers_of,
     read_json_body,
-    watching,
+    watch,
 )
 from fermata.frontend.http.reply import Reply, reply_to
 from fermata.frontend.intake import Intent
@@ -118,7 +118,7 @@ class TurnEndpoint(Generic[BodyT]):
     async def _serve(self, scope: Scope, receive: Receive, reply: Reply) -> int:
         room = self._room
         clock = room.service.clock
-        received, received_unix_ms = clock.now(), clock.unix_ms()
+        received = clock.now()
         if scope["method"] != "POST":
             raise MethodNotAllowed(f"send POST to {scope['path']}")
         headers = headers_of(scope)
@@ -127,59 +127,66 @@ class TurnEndpoint(Generic[BodyT]):
             raise Unauthorized("no such API key; send one as `Authorization: Bearer KEY`")
         raw = await read_json_body(scope, headers, receive, limits=room.limits)
         body = decode_body(raw, self._decoder)
+        received_unix_ms = clock.unix_ms()
         intent = await self._accept(body, caller, headers)
         answer = self._answer(body, intent, reply, received_unix_ms // 1000)
-        with watching(scope, receive, answer.waker):
-            try:
-                await (answer.stream() if body.stream else answer.whole())
-            finally:
-                answer.close()
-                room.metrics.turn_ended(answer.turn, received=received)
-                if room.trace is not None:
-                    room.trace.put(
-                        record_of(
-                            intent,
-                            answer.turn,
-                            owner=room.service.id,
-                            model=room.service.config.model.name,
-                            received=received,
-                            received_unix_ms=received_unix_ms,
-                            now_unix_ms=clock.unix_ms(),
-                            reason=answer.reason,
-                            stop=answer.output.stop,
-                        )
-                    )
+        unwatch = watch(scope, receive, answer.waker)
+        try:
+            await (answer.stream() if body.stream else answer.whole())
+        finally:
+            unwatch()
+            answer.close()
+            room.metrics.turn_ended(answer.turn, received=received)
+            if room.trace is not None:
+                self._trace(room.trace, intent, answer, received, received_unix_ms)
         return status_of(answer.turn)
 
+    def _trace(
+        self, trace: TraceWriter, intent: Intent, answer: Answer, received: float, unix_ms: int
+    ) -> None:
+        service = self._room.service
+        record = record_of(
+            intent,
+            answer.turn,
+            owner=service.id,
+            model=service.config.model.name,
+            received=received,
+            received_unix_ms=unix_ms,
+            now_unix_ms=service.clock.unix_ms(),
+            reason=answer.reason,
+            stop=answer.output.stop,
+        )
+        trace.put(record)
+
     def _answer(self, body: BodyT, intent: Intent, reply: Reply, created: int) -> Answer:
-        room, spec = self._room, intent.spec
+        room, spec, streams = self._room, intent.spec, bool(body.stream)
         echo = intent.prompt.text if isinstance(body, CompletionBody) and body.echo else ""
         writer = self._writer(
             WriterSpec(
                 request=spec.request,
                 model=body.model or spec.model,
                 created=created,
+                streams=streams,
                 include_usage=body.include_usage,
                 token_text=self._token_text,
                 echo=echo,
             )
         )
         stops = body.stops
-        output = Output(
-            detokenizer=room.model.detokenizer(
-                skip_special_tokens=body.skip_special_tokens is not False
-            ),
-            stops=StopStrings(stops, include_stop=bool(body.include_stop_str_in_output))
-            if stops
-            else None,
-            parser=PlainText(),
+        detokenizer = room.model.detokenizer(
+            skip_special_tokens=body.skip_special_tokens is not False
         )
-        patience = room.limits.keep_alive_s if body.stream else room.limits.patience_s
+        stop_strings = None
+        if stops:
+            stop_strings = StopStrings(stops, include_stop=bool(body.include_stop_str_in_output))
+        output = Output(detokenizer=detokenizer, stops=stop_strings, parser=PlainText())
+        patience = room.limits.keep_alive_s if streams else room.limits.patience_s
         waker = Waker(self._loop, due_at=self._loop.time() + patience)
-        reader = waker if body.stream or stops else _AtTheEnd(waker)
-        turn = room.service.submit(spec, reader=reader)
-        if isinstance(reader, _AtTheEnd):
-            reader.turn = turn
+        if streams or stops:
+            turn = room.service.submit(spec, reader=waker)
+        else:
+            reader = _AtTheEnd(waker)
+            turn = reader.turn = room.service.submit(spec, reader=reader)
         return Answer(turn, room=room, output=output, writer=writer, reply=reply, waker=waker)
 
     def _token_text(self, token: int) -> str:
