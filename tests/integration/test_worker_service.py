@@ -117,6 +117,15 @@ class Bench:
             receive=self._routed,
         )
 
+    async def listen_again(self, endpoint: str) -> Listener:
+        """The socket that was closed frees its port a moment later."""
+        for _ in range(500):
+            try:
+                return self._listen(endpoint)
+            except zmq.ZMQError:
+                await asyncio.sleep(0.01)
+        raise AssertionError(f"{endpoint} did not become free")
+
     def _routed(self, peer: Peer, packet: Packet) -> None:
         self.router_mail.setdefault(peer, Mail()).append(packet)
         if isinstance(packet.message, wire.Heartbeat) and self.is_known:
@@ -366,7 +375,7 @@ async def test_a_router_that_boots_again_is_told_all_and_what_runs_goes_on():
     before = len(tokens_of(mail, 1))
     bench.router_mail.clear()
     bench.is_known = False
-    bench.router = bench._listen(endpoint)
+    bench.router = await bench.listen_again(endpoint)
     await until(lambda: bench.mail)
     bench.to_worker(
         wire.HeartbeatAck(known=False, ring_epoch=1, policy_revision=0, workers_ready=0)
@@ -402,3 +411,15 @@ async def test_tokens_that_were_not_read_for_long_all_come_in_order_and_others_d
     await until(lambda: bench.service.numbers()["requests"] == 0)
     slow.close(linger=0)
     await bench.close()
+
+
+async def test_a_revoked_lease_is_refused_when_its_generate_comes_late(bench: Bench):
+    await bench.registered()
+    link, mail = bench.frontend()
+    bench.to_worker(wire.Revoke("dispatch_timeout"), array("Q", [lease(1)]))
+    bench.to_worker(wire.SnapshotRequest(0, 9))
+    await until(lambda: [c for c in bench.mail.of(wire.SnapshotChunk) if c.request == 9])
+    link.send(generate(1), PROMPT)
+    await until(lambda: mail.of(wire.Refused))
+    assert mail.of(wire.Refused)[0].code == "failed"
+    assert bench.service.numbers()["requests"] == 0

@@ -158,6 +158,23 @@ class TestReconciliation:
         world.say(worker, wire.LeaseList(), ids(lease, strange, foreign))
         assert world.revoked(worker) == {"unknown": [strange]}
 
+    def test_a_lease_that_a_worker_lacks_twice_in_a_row_is_lost_and_its_owner_asks_anew(
+        self, world
+    ):
+        worker = world.worker()
+        frontend = world.frontend()
+        lost, fresh = world.grant(frontend, "r1").lease, world.grant(frontend, "r2").lease
+        world.progress(frontend, lost, "accepted")
+        world.say(worker, wire.LeaseList(), ids())
+        assert world.revoked(frontend) == {}, "it may have ended, with the word under way"
+        world.progress(frontend, fresh, "accepted")
+        world.say(worker, wire.LeaseList(), ids())
+        assert world.revoked(frontend) == {"unknown": [lost]}
+        assert world.revoked(worker) == {}
+        world.say(worker, wire.LeaseList(), ids(fresh))
+        world.say(worker, wire.LeaseList(), ids())
+        assert world.revoked(frontend) == {}, "twice in a row"
+
 
 class TestClaims:
     """A router that booted learns from owners what they hold from its earlier boot."""

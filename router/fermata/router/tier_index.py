@@ -313,6 +313,10 @@ class TierIndex:
     def _mask(self, block: int) -> int:
         return self._masks.get(block) or self._older.get(block, 0)
 
+    @property
+    def is_swept(self) -> bool:
+        return not (self._retired or self._sweeping)
+
     def sweep(self, budget: int) -> bool:
         """Take bits of retired holders out of up to `budget` masks. True: there is more to do."""
         if not self._older:
@@ -324,7 +328,7 @@ class TierIndex:
         for _ in range(min(budget, len(older))):
             self._settle(*older.popitem())
         self._finish_sweep()
-        return bool(older or self._retired)
+        return not self.is_swept
 
     def _finish_sweep(self) -> None:
         if self._sweeping and not self._older:

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from fermata.core.ids import WorkerId
+from fermata.core.ids import LeaseId, WorkerId
 from fermata.router.expiry import Expiry
 from fermata.router.kv_feed import RankFeed
 from fermata.router.reconcile import Doubt
@@ -47,6 +47,8 @@ class Worker:
     stalled: set[int] = field(default_factory=set[int])
     """Slots."""
     doubt: Doubt = field(default_factory=Doubt)
+    lacking: set[LeaseId] = field(default_factory=set[LeaseId])
+    """Accepted leases that its last list did not name."""
 
     @property
     def has_snapshots(self) -> bool:

@@ -56,14 +56,14 @@ class Attempts:
         self.running += 1
 
     def finish(self, attempt: Attempt) -> None:
-        """The engine is done with it: for routers it runs no more."""
+        """The engine is done with it; what its owner is owed keeps it here."""
         if attempt.is_running:
             attempt.is_running = False
             self.running -= 1
-            self._digests[lease_router(attempt.lease)].remove(attempt.lease)
 
     def remove(self, attempt: Attempt) -> None:
         self.finish(attempt)
+        self._digests[lease_router(attempt.lease)].remove(attempt.lease)
         del self._attempts[attempt.lease]
         theirs = self._owners[attempt.owner]
         del theirs[attempt.lease]
@@ -88,20 +88,13 @@ class Attempts:
 
     def of_router(self, router: int) -> list[LeaseId]:
         """O(all): asked for only when digests differ."""
-        return [
-            a.lease
-            for a in self._attempts.values()
-            if a.is_running and lease_router(a.lease) == router
-        ]
+        return [lease for lease in self._attempts if lease_router(lease) == router]
 
     def check_integrity(self) -> None:
         """O(all): for tests."""
         owned = {lease: a for theirs in self._owners.values() for lease, a in theirs.items()}
         assert owned == self._attempts
         assert all(self._owners.values())
-        running = [a.lease for a in self._attempts.values() if a.is_running]
-        assert self.running == len(running)
+        assert self.running == sum(a.is_running for a in self._attempts.values())
         for router, digest in self._digests.items():
-            assert digest == LeaseDigest(
-                lease for lease in running if lease_router(lease) == router
-            )
+            assert digest == LeaseDigest(self.of_router(router))

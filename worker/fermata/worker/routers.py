@@ -12,7 +12,7 @@ import asyncio
 import logging
 from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -47,6 +47,8 @@ class Holder(Protocol):
         ...
 
     def status(self) -> wire.Status: ...
+
+    def on_welcome(self, reply: Callable[[wire.Message], None]) -> None: ...
 
     def on_router_packet(self, packet: Packet) -> None: ...
 
@@ -90,7 +92,11 @@ class RouterLinks:
 
     def open(self) -> None:
         for router, endpoint in self.ring.members.items():
-            if router not in self._peers:
+            known = self._peers.get(router)
+            if known is not None and known.link.endpoint != endpoint:
+                known.link.close(linger_s=0.5)
+                known = None
+            if known is None:
                 self._peers[router] = self._open(router, endpoint)
 
     def close(self, *, reason: str) -> None:
@@ -198,11 +204,6 @@ class RouterLinks:
                     peer.link.send(wire.LeaseList(), self._holder.running(peer.welcome.number))
             case wire.StatusRequest():
                 peer.link.send(self._holder.status())
-            case wire.LeaseListRequest():
-                if peer.welcome is not None:
-                    peer.link.send(wire.LeaseList(), self._holder.running(peer.welcome.number))
-            case wire.StatusRequest():
-                peer.link.send(self._holder.status())
             case _:
                 self._holder.on_router_packet(packet)
 
@@ -211,6 +212,7 @@ class RouterLinks:
             log.info("welcome router=%s incarnation=%d", peer.id, welcome.incarnation)
         peer.welcome = welcome
         peer.answers = True
+        self._holder.on_welcome(lambda message: _send(peer.link, message))
         if welcome.ring.epoch > self.ring.epoch and welcome.ring.members:
             self.ring = Ring(
                 welcome.ring.epoch, {RouterId(name): at for name, at in welcome.ring.members}
@@ -224,3 +226,8 @@ class RouterLinks:
         peer.owed.extend(self._holder.snapshot(request))
         peer.silenced.discard(request.rank)
         self._send_owed(peer)
+
+
+def _send(link: Link, message: wire.Message) -> None:
+    """What can not be taken now is said again by the next heartbeat's answer."""
+    link.send(message)

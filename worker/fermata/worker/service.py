@@ -11,8 +11,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from array import array
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from fermata.core.clock import Clock
 from fermata.core.ids import LeaseId, OwnerId, WorkerId
@@ -33,6 +35,10 @@ log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 1.0
 LEAVE_AFTER_S = 0.25
+OWED_S = 2.0
+"""Real seconds past a drain's deadline that a frontend which does not read is waited for."""
+RETRY_S = 0.01
+MAX_REVOKED = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +52,9 @@ class WorkerConfig:
     revision: str = ""
     drain_s: float = 30.0
     """How long SIGTERM waits for running turns before it hands them back."""
+
+
+State = Literal["serving", "draining", "drained"]
 
 
 class WorkerService:
@@ -65,13 +74,15 @@ class WorkerService:
         self._loop = asyncio.get_running_loop()
         self._attempts = Attempts()
         self._fences = Fences()
+        self._revoked: OrderedDict[LeaseId, None] = OrderedDict()
+        """Leases that ended before they came: their Generate may still be under way."""
         self._sessions = Sessions()
         self._events = [RankEvents(rank) for rank in range(len(engines))]
         self._dirty: dict[Peer, dict[LeaseId, Attempt]] = {}
         self._flushing = False
         self._drain_askers: list[Peer] = []
         self._drain_by: float | None = None
-        self._state = "serving"
+        self._state: State = "serving"
         self._is_over = False
         self._wake = asyncio.Event()
         self._broken: Exception | None = None
@@ -95,7 +106,7 @@ class WorkerService:
         return self._listener.endpoint
 
     @property
-    def state(self) -> str:
+    def state(self) -> State:
         return self._state
 
     async def run(self) -> None:
@@ -193,19 +204,28 @@ class WorkerService:
         try:
             self._submit(peer, generate, frame)
         except EngineRefused as refusal:
-            self.refused += 1
-            self._listener.send(
-                peer,
-                wire.Refused(generate.lease, generate.attempt, refusal.code, refusal.message),
-            )
+            self._refuse(peer, generate, refusal)
+            return
+        except Exception as error:
+            # Request boundary: one turn that an engine chokes on must not cost the others.
+            log.exception("engine choked request=%s", generate.request)
+            self._refuse(peer, generate, EngineRefused("failed", f"engine error: {error}"))
             return
         self._listener.send(peer, wire.Accepted(generate.lease, generate.attempt))
+
+    def _refuse(self, peer: Peer, generate: wire.Generate, refusal: EngineRefused) -> None:
+        self.refused += 1
+        self._listener.send(
+            peer, wire.Refused(generate.lease, generate.attempt, refusal.code, refusal.message)
+        )
 
     def _submit(self, peer: Peer, generate: wire.Generate, frame: memoryview) -> None:
         if self._state != "serving":
             raise EngineRefused("draining", "the worker is draining")
         if self._fences.holds(generate.owner, generate.incarnation):
             raise EngineRefused("fenced", f"{generate.owner} was declared dead; say Hello anew")
+        if generate.lease in self._revoked:
+            raise EngineRefused("failed", "the lease was revoked")
         if not 0 <= generate.rank < len(self._engines):
             raise EngineRefused("invalid", f"rank {generate.rank} of {len(self._engines)}")
         if generate.lease in self._attempts:
@@ -243,13 +263,19 @@ class WorkerService:
             self.aborted += 1
             self._engines[attempt.generate.rank].abort(lease, error=error)
 
+    def _revoke(self, lease: LeaseId, reason: str) -> None:
+        self._revoked[lease] = None
+        if len(self._revoked) > MAX_REVOKED:
+            self._revoked.popitem(last=False)
+        self._abort(lease, reason)
+
     # What routers say
 
     def on_router_packet(self, packet: Packet) -> None:
         match packet.message:
             case wire.Revoke(reason):
                 for lease in packet.frame.cast("Q"):
-                    self._abort(LeaseId(lease), reason)
+                    self._revoke(LeaseId(lease), reason)
             case wire.Fence(owner, incarnation):
                 self._fence(owner, incarnation)
             case wire.HintPush(rank, hints) if 0 <= rank < len(self._engines):
@@ -393,6 +419,8 @@ class WorkerService:
         entries, frame = gather(attempt.output for attempt in owed.values())
         if not self._listener.send(peer, wire.Output(entries), frame):
             self._dirty[peer] = owed
+            if not self._listener.blocked(peer):  # nobody will say when there is room again
+                self._loop.call_later(RETRY_S, self._flush)
             return
         for attempt in owed.values():
             attempt.output.taken()
@@ -426,7 +454,16 @@ class WorkerService:
             log.info("handing back turns=%d", len(late))
         for attempt in late:
             self._abort(attempt.lease, "draining")
+        if self._loop.time() >= self._drain_by + OWED_S:
+            self._give_up_owed()
         self._end_drain_if_done()
+
+    def _give_up_owed(self) -> None:
+        """To frontends that do not read. The router revokes the leases at our Bye, so they ask anew."""
+        for attempt in self._attempts.all():
+            log.warning("gives up owner=%s request=%s", attempt.owner.id, attempt.generate.request)
+            self._attempts.remove(attempt)
+        self._dirty.clear()
 
     def _end_drain_if_done(self) -> None:
         if self._state != "draining" or len(self._attempts):
@@ -448,9 +485,12 @@ class WorkerService:
             self._listener.send(peer, status)
 
     def _drain_status(self) -> wire.DrainStatus:
-        state = self._state
-        assert state == "serving" or state == "draining" or state == "drained"
-        return wire.DrainStatus(state, self._attempts.running)
+        return wire.DrainStatus(self._state, self._attempts.running)
+
+    def on_welcome(self, reply: Callable[[wire.Message], None]) -> None:
+        """A router that booted does not know that we drain."""
+        if self._state != "serving":
+            reply(self._drain_status())
 
     def status(self) -> wire.Status:
         facts = {
