@@ -162,7 +162,7 @@ def test_the_quickstart_serves_what_its_banner_says_and_ctrl_c_leaves_nothing(
         for line in done.stdout.splitlines()
         if line.startswith("data: ")
     ]
-    assert events[-1] == "[DONE]"
+    assert events[-1:] == ["[DONE]"], done.stdout + done.stderr
     pieces = [json.loads(event)["choices"] for event in events[:-1]]
     text = "".join(c[0]["delta"].get("content") or "" for c in pieces if c)
     assert len(text.split()) > 5
