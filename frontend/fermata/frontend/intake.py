@@ -10,13 +10,14 @@ import asyncio
 from collections.abc import Mapping
 from concurrent.futures import Executor
 from functools import partial
+from random import getrandbits
 from typing import Any, Literal, cast
 
 import msgspec
 
 from fermata.core.errors import NotFound
 from fermata.core.hashing import TOKEN_BYTES, hash_seed
-from fermata.core.ids import RequestId, new_request_id
+from fermata.core.ids import RequestId
 from fermata.frontend.config import FrontendConfig
 from fermata.frontend.hints import cache_salt, namespace_of, parse_hints
 from fermata.frontend.identity import (
@@ -139,7 +140,7 @@ class Intake:
             context_length=self.context_length,
             eos_token_ids=self._model.folder.eos_token_ids,
         )
-        request = new_request_id()
+        request = RequestId(f"{getrandbits(128):032x}")  # unique; nothing rests on its secrecy
         who = self._session(request, body, prompt, asker)
         spec = TurnSpec(
             request=request,

@@ -62,7 +62,9 @@ class GenerationBody(msgspec.Struct, kw_only=True):
 
     @property
     def stops(self) -> list[str]:
-        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        if not self.stop:
+            return []
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop
         return [one for one in stop if one]
 
 

@@ -84,9 +84,11 @@ class Turn:
         self.deaths = 0
         self.migrations = 0
         self.avoid: list[WorkerId] = []
+        self.ended = False
         self.outcome: Outcome | None = None
         self.times = Times(received=now)
         self._limits = limits
+        self._usage: Usage | None = None
         self._past: set[LeaseId] = set()
         self._base = 0
         self._hashes: bytes | None = spec.hashes
@@ -95,10 +97,6 @@ class Turn:
         self._held_since: float | None = None
         self._ask_at = now + limits.ask_again_s
         self._silent_at = now + limits.silence_s
-
-    @property
-    def ended(self) -> bool:
-        return self.stage is Stage.ENDED
 
     @property
     def is_held(self) -> bool:
@@ -133,6 +131,8 @@ class Turn:
     @property
     def usage(self) -> Usage:
         """As the client sees it: the first prompt, all tokens."""
+        if self._usage is not None:
+            return self._usage
         prompt = self.spec.input_tokens
         cached = min(max(self.cached_tokens, 0), prompt)
         return Usage(prompt, len(self.tokens), cached)
@@ -409,6 +409,8 @@ class Turn:
         self._end_hold(now)
         self.outcome = outcome
         self.stage = Stage.ENDED
+        self.ended = True
+        self._usage = self.usage
         self.times.ended = now
         self.reader.wake()
         return _NOTHING

@@ -21,14 +21,18 @@ def headers_of(scope: Scope) -> dict[str, str]:
 
 
 async def read_json_body(
-    scope: Scope, headers: dict[str, str], receive: Receive, *, limits: HttpLimits
+    connection: ClientConnection | None,
+    headers: dict[str, str],
+    receive: Receive,
+    *,
+    limits: HttpLimits,
 ) -> bytes:
     """Bounded in bytes and in patience. A missing content type is taken for JSON."""
     _check_media_type(headers)
     length = headers.get("content-length", "")
     if length.isdecimal() and int(length) > limits.body_bytes:
         raise BodyTooLarge(f"the body may have {limits.body_bytes} bytes")
-    if _is_all_here(scope):  # the usual case needs no timer
+    if connection is not None and not connection.cycle.more_body:  # the usual case needs no timer
         message = await receive()
         if message["type"] == "http.disconnect":
             raise ClientGone
@@ -47,12 +51,8 @@ async def read_json_body(
     return b"".join(parts)
 
 
-def _is_all_here(scope: Scope) -> bool:
-    connection = _connection(scope)
-    return connection is not None and not connection.cycle.more_body
-
-
-def _connection(scope: Scope) -> ClientConnection | None:
+def connection_of(scope: Scope) -> ClientConnection | None:
+    """None on a server that is not ours."""
     connection = scope.get("state", {}).get(STATE_KEY)
     return connection if isinstance(connection, ClientConnection) else None
 
@@ -147,10 +147,11 @@ class KeepAlives:
                 waker.nudge()
 
 
-def watch(scope: Scope, receive: Receive, waker: Waker) -> Callable[[], None]:
+def watch(
+    connection: ClientConnection | None, receive: Receive, waker: Waker
+) -> Callable[[], None]:
     """Wakes it when the client goes away, until the result is called. On a server that is not ours a task has to
     wait for that."""
-    connection = _connection(scope)
     if connection is None:
         task = asyncio.ensure_future(_wait_for_disconnect(receive, waker))
         return lambda: _cancel(task)

@@ -23,7 +23,12 @@ from fermata.frontend.http.errors import (
     error_body,
     error_headers,
 )
-from fermata.frontend.http.exchange import ClientGone, headers_of, read_json_body
+from fermata.frontend.http.exchange import (
+    ClientGone,
+    connection_of,
+    headers_of,
+    read_json_body,
+)
 from fermata.frontend.keys import ApiKeys
 from fermata.frontend.prompt import PromptModel
 from fermata.frontend.request import decode_body
@@ -227,7 +232,8 @@ async def _tokens(body: TokenizeBody, room: SlowRoom) -> list[int]:
 async def _body(request: Request, room: SlowRoom) -> bytes:
     _authorise(request, room)
     headers = headers_of(request.scope)
-    return await read_json_body(request.scope, headers, request.receive, limits=room.config.http)
+    connection = connection_of(request.scope)
+    return await read_json_body(connection, headers, request.receive, limits=room.config.http)
 
 
 def _authorise(request: Request, room: SlowRoom) -> None:

@@ -27,6 +27,7 @@ from fermata.frontend.http.exchange import (
     ClientGone,
     KeepAlives,
     Waker,
+    connection_of,
     headers_of,
     read_json_body,
     watch,
@@ -121,16 +122,17 @@ class TurnEndpoint(Generic[BodyT]):
         received = clock.now()
         if scope["method"] != "POST":
             raise MethodNotAllowed(f"send POST to {scope['path']}")
+        connection = connection_of(scope)
         headers = headers_of(scope)
         caller = room.keys.caller(headers)
         if caller is None:
             raise Unauthorized("no such API key; send one as `Authorization: Bearer KEY`")
-        raw = await read_json_body(scope, headers, receive, limits=room.limits)
+        raw = await read_json_body(connection, headers, receive, limits=room.limits)
         body = decode_body(raw, self._decoder)
         received_unix_ms = clock.unix_ms()
         intent = await self._accept(body, caller, headers)
         answer = self._answer(body, intent, reply, received_unix_ms // 1000)
-        unwatch = watch(scope, receive, answer.waker)
+        unwatch = watch(connection, receive, answer.waker)
         try:
             await (answer.stream() if body.stream else answer.whole())
         finally:
