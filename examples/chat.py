@@ -116,7 +116,7 @@ def ask_streaming(client: OpenAI, model: str, messages: list[ChatCompletionMessa
 def system_prompt(salt: str) -> str:
     """About 2,000 tokens of the model that ships; the salt keeps runs apart, so the first turn is cold."""
     lines = [f"Lesson {salt}."]
-    while sum(len(line.split()) for line in lines) < 1030:
+    while sum(len(line.split()) for line in lines) < 1060:
         lines.append(f"{len(lines)}. {RULES[len(lines) % len(RULES)]}")
     return "\n".join(lines)
 
