@@ -20,6 +20,7 @@ from fermata.operator.reconcile import Kind
 from fermata.wire.messages import Role, Status
 from fermata.wire.socket import Context, Peer
 
+ASK_S = 0.1
 FRONTEND_AGE_S = 5.0
 MAX_ASKS = 16
 """Of one port a round: the kernel spreads connections over the processes that share it."""
@@ -54,6 +55,7 @@ class Observer:
         self._changed = changed
         self._frontends: dict[str, int] = {}
         self._answered: dict[str, float] = {}
+        self._asked_at = 0.0
         self.links: dict[str, OperatorLink] = {}
 
     def follow(self, name: str, *, kind: Kind, endpoint: str = "", port: int = 0) -> None:
@@ -86,8 +88,12 @@ class Observer:
         return at >= since and time.monotonic() - at <= FRONTEND_AGE_S
 
     def ask(self) -> None:
-        for link in self.links.values():
-            link.ask_status()
+        """Each answer leads to a look and each look asks: so not more often than `ASK_S`."""
+        now = time.monotonic()
+        if now - self._asked_at >= ASK_S:
+            self._asked_at = now
+            for link in self.links.values():
+                link.ask_status()
 
     async def probe_frontends(self) -> None:
         """One round over all ports; at most a few seconds."""
