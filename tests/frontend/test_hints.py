@@ -43,6 +43,13 @@ def test_headers_win_over_the_body() -> None:
     assert (hints.priority, hints.strict_priority) == (7, 1)
 
 
+@pytest.mark.parametrize("said", [10**400, "9" * 5000, 1e300])
+def test_hints_beyond_all_range_are_clamped(said: object) -> None:
+    hints = parse_hints({"agent_hints": {"osl": said}, "cache_control": {"ttl": 10**400}}, {})
+    assert hints.osl == (0 if isinstance(said, str) else (1 << 32) - 1)
+    assert hints.cache_ttl_s == 86_400.0
+
+
 @pytest.mark.parametrize(
     ("ttl", "seconds"),
     [

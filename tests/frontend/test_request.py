@@ -82,6 +82,35 @@ def test_every_way_to_pick_tokens_reaches_the_engine() -> None:
     )  # fmt: skip
 
 
+BEYOND_FLOATS = 10**400
+NUMBERS = ["max_tokens", "max_completion_tokens", "min_tokens", "top_k", "seed", "temperature", "top_p", "min_p",
+           "presence_penalty", "frequency_penalty", "repetition_penalty"]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize("said", [BEYOND_FLOATS, -BEYOND_FLOATS, 2**64, -(2**64)])
+def test_an_integer_of_any_size_is_clamped_or_refused_and_always_travels(
+    name: str, said: int
+) -> None:
+    try:
+        got = sampling(chat(**{name: said}))
+    except InvalidTurn as error:
+        assert error.param == name
+    else:
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(got), type=Sampling) == got
+
+
+@pytest.mark.parametrize("name", ["n", "best_of", "logprobs"])
+def test_an_integer_beyond_all_floats_is_no_accident_of_ours(name: str) -> None:
+    body = completion(**{name: BEYOND_FLOATS})
+    if name == "logprobs":
+        assert sampling(body).logprobs == 20
+        return
+    with pytest.raises(InvalidTurn) as error:
+        check_supported(body)
+    assert error.value.param == name
+
+
 def test_ignoring_the_end_takes_its_ids_away() -> None:
     got = sampling(completion(ignore_eos=True, stop_token_ids=[3]))
     assert got.ignore_eos
@@ -97,7 +126,9 @@ def test_a_value_that_can_not_be_meant_is_refused_by_name(said: dict[str, Any]) 
     assert error.value.param == next(iter(said))
 
 
-@pytest.mark.parametrize("body", [{"n": 2}, {"stop": [str(i) for i in range(65)]}])
+@pytest.mark.parametrize(
+    "body", [{"n": 2}, {"stop": [str(i) for i in range(65)]}, {"stop": "a" * 4097}]
+)
 def test_what_is_not_served_is_refused(body: dict[str, Any]) -> None:
     with pytest.raises(InvalidTurn):
         check_supported(chat(**body))
@@ -133,6 +164,35 @@ def test_grammars_reach_the_engine_and_end_resumability(said: dict[str, Any], gr
     got = sampling(body)
     assert got.structured == grammar
     assert is_resumable(body, got) == (grammar is None)
+
+
+def nested(depth: int) -> Any:
+    inner: Any = 1
+    for _ in range(depth):
+        inner = {"a": inner}
+    return inner
+
+
+@pytest.mark.parametrize(
+    ("said", "param"),
+    [
+        ({"guided_json": {"maximum": 2**64}}, "guided_json"),
+        ({"guided_json": nested(880)}, "guided_json"),
+        ({"structured_outputs": {"json": {"a": "b" * (1 << 20)}}}, "structured_outputs"),
+        ({"guided_choice": ["a" * 100_000] * 11}, "guided_choice"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": [-(2**70)]}}},
+            "response_format",
+        ),
+        ({"stop_token_ids": [1] * 4097}, "stop_token_ids"),
+    ],
+)
+def test_what_no_message_can_carry_is_refused_before_a_worker_is_blamed(
+    said: dict[str, Any], param: str
+) -> None:
+    with pytest.raises(InvalidTurn) as error:
+        sampling(chat(**said))
+    assert error.value.param == param
 
 
 def test_a_required_tool_call_can_not_be_resumed_and_none_drops_the_tools() -> None:

@@ -75,9 +75,12 @@ def _number(value: object, low: float, high: float) -> float:
             value = float(value)
         except ValueError:
             return 0.0
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float):
         return 0.0
-    return min(max(float(value), low), high)
+    if isinstance(value, float) and not math.isfinite(value):
+        return 0.0
+    # Clamped before it is made a float: JSON has integers that no float can hold.
+    return float(min(max(value, low), high))
 
 
 def _integer(value: object, low: int, high: int) -> int:

@@ -5,13 +5,21 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import msgspec
+
 from fermata.core.errors import ContextTooLong, InvalidTurn
 from fermata.frontend.request import ChatBody, CompletionBody, GenerationBody, Number
 from fermata.wire.messages import Sampling
 
 MAX_LOGPROBS = 20
 MAX_STOPS = 64
+MAX_STOP_CHARS = 4096
+MAX_STOP_TOKENS = 4096
+MAX_GRAMMAR_BYTES = 1 << 20
+"""As they travel to the worker, far below what a message may have."""
 _SEEDS = 1 << 63
+_NESTING_MARGIN = 64
+_MOST_TOP_K = (1 << 31) - 1
 _NUMBERS = (
     ("temperature", 0.0, 100.0),
     ("top_p", 0.0, 1.0),
@@ -48,7 +56,7 @@ def sampling_of(
     if body.min_tokens is not None:
         said["min_tokens"] = min(max(_whole(body.min_tokens, 0, "min_tokens"), 0), max_tokens)
     if body.top_k is not None:
-        said["top_k"] = max(_whole(body.top_k, 0, "top_k"), 0)
+        said["top_k"] = min(max(_whole(body.top_k, 0, "top_k"), 0), _MOST_TOP_K)
     if body.seed is not None:
         said["seed"] = _whole(body.seed, 0, "seed") % _SEEDS
     eos = () if body.ignore_eos else eos_token_ids
@@ -68,6 +76,8 @@ def check_supported(body: ChatBody | CompletionBody) -> None:
         raise InvalidTurn("n must be 1: send the request several times", param="n")
     if len(body.stops) > MAX_STOPS:
         raise InvalidTurn(f"at most {MAX_STOPS} stop sequences", param="stop")
+    if any(len(stop) > MAX_STOP_CHARS for stop in body.stops):
+        raise InvalidTurn(f"a stop sequence has at most {MAX_STOP_CHARS} characters", param="stop")
     if isinstance(body, CompletionBody):
         if _whole(body.best_of, 1, "best_of") != 1:
             raise InvalidTurn("best_of must be 1", param="best_of")
@@ -102,7 +112,7 @@ def _logprobs(body: ChatBody | CompletionBody) -> int | None:
 def _structured(body: GenerationBody) -> dict[str, Any] | None:
     """vLLM's words for it, which other engines' adapters translate."""
     if body.structured_outputs:
-        return body.structured_outputs
+        return _checked(body.structured_outputs, "structured_outputs")
     for word, said in (
         ("json", body.guided_json),
         ("regex", body.guided_regex),
@@ -110,8 +120,24 @@ def _structured(body: GenerationBody) -> dict[str, Any] | None:
         ("grammar", body.guided_grammar),
     ):
         if said is not None:
-            return {word: said}
-    return _response_format(body.response_format)
+            return _checked({word: said}, f"guided_{word}")
+    return _checked(_response_format(body.response_format), "response_format")
+
+
+def _checked(grammar: dict[str, Any] | None, param: str) -> dict[str, Any] | None:
+    """It is any JSON, and goes on in another form: what that can not hold is said here, not found out on the way."""
+    if grammar is None:
+        return None
+    wrapped: object = grammar
+    for _ in range(_NESTING_MARGIN):
+        wrapped = [wrapped]  # so that what is too deep for the worker's stack is so for ours
+    try:
+        size = len(msgspec.msgpack.encode(wrapped))
+    except (OverflowError, ValueError, RecursionError) as error:
+        raise InvalidTurn(f"this grammar can not be passed on: {error}", param=param) from error
+    if size > MAX_GRAMMAR_BYTES:
+        raise InvalidTurn(f"a grammar may have {MAX_GRAMMAR_BYTES} bytes", param=param)
+    return grammar
 
 
 def _response_format(said: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -134,20 +160,22 @@ def _response_format(said: dict[str, Any] | None) -> dict[str, Any] | None:
 
 def _within(said: Number, low: float, high: float, name: str) -> float:
     if not low <= said <= high:
-        raise InvalidTurn(f"{name} must be between {low:g} and {high:g}, got {said:g}", param=name)
+        raise InvalidTurn(f"{name} must be between {low:g} and {high:g}", param=name)
     return float(said)
 
 
 def _whole(said: Number | None, unsaid: int, name: str) -> int:
     if said is None:
         return unsaid
-    if not math.isfinite(said):
+    if isinstance(said, float) and not math.isfinite(said):
         raise InvalidTurn(f"{name} must be a number", param=name)
     return int(said)
 
 
 def _token_ids(said: list[int] | None) -> list[int]:
     ids = said or []
+    if len(ids) > MAX_STOP_TOKENS:
+        raise InvalidTurn(f"at most {MAX_STOP_TOKENS} stop_token_ids", param="stop_token_ids")
     if any(not 0 <= token < 1 << 32 for token in ids):
         raise InvalidTurn("stop_token_ids must be token ids", param="stop_token_ids")
     return ids

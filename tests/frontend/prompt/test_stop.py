@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import tracemalloc
+
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -72,3 +74,14 @@ def test_nothing_follows_a_stop() -> None:
     assert stop.matched == "x"
     assert stop.push("more") == ""
     assert stop.flush() == ""
+
+
+def test_long_stops_cost_what_they_are_long() -> None:
+    tracemalloc.start()
+    stop = StopStrings(["a" * 4096 + str(i) for i in range(64)])
+    sent = "".join(stop.push("a") for _ in range(300))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert sent == ""
+    assert stop.flush() == "a" * 300
+    assert peak < 1 << 20, "their beginnings together would be half a gigabyte"

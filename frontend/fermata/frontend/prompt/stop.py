@@ -17,8 +17,6 @@ class StopStrings:
         self.matched: str | None = None
         """The stop that ended the text."""
         self._stops = [stop for stop in stops if stop]
-        self._beginnings = {stop[:size] for stop in self._stops for size in range(1, len(stop))}
-        self._longest = max(map(len, self._stops), default=1) - 1
         self._include_stop = include_stop
         self._held = ""
 
@@ -55,7 +53,11 @@ class StopStrings:
 
     def _unsure(self, text: str) -> int:
         """Length of the longest end of the text that begins a stop."""
-        for size in range(min(self._longest, len(text)), 0, -1):
-            if text[-size:] in self._beginnings:
-                return size
-        return 0
+        longest = 0
+        for stop in self._stops:
+            at = text.find(stop[0], max(0, len(text) - len(stop) + 1))
+            while 0 <= at < len(text) - longest:
+                if stop.startswith(text[at:]):
+                    longest = len(text) - at
+                at = text.find(stop[0], at + 1)
+        return longest
