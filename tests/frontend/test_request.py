@@ -83,21 +83,24 @@ def test_every_way_to_pick_tokens_reaches_the_engine() -> None:
 
 
 BEYOND_FLOATS = 10**400
-NUMBERS = ["max_tokens", "max_completion_tokens", "min_tokens", "top_k", "seed", "temperature", "top_p", "min_p",
-           "presence_penalty", "frequency_penalty", "repetition_penalty"]  # fmt: skip
+CLAMPED = ["max_tokens", "max_completion_tokens", "min_tokens", "top_k", "seed"]
+RANGED = ["temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty",
+          "repetition_penalty"]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize("name", CLAMPED + RANGED)
 @pytest.mark.parametrize("said", [BEYOND_FLOATS, -BEYOND_FLOATS, 2**64, -(2**64)])
 def test_an_integer_of_any_size_is_clamped_or_refused_and_always_travels(
     name: str, said: int
 ) -> None:
-    try:
-        got = sampling(chat(**{name: said}))
-    except InvalidTurn as error:
-        assert error.param == name
-    else:
-        assert msgspec.msgpack.decode(msgspec.msgpack.encode(got), type=Sampling) == got
+    body = chat(**{name: said})
+    if name not in CLAMPED:
+        with pytest.raises(InvalidTurn) as error:
+            sampling(body)
+        assert error.value.param == name
+        return
+    got = sampling(body)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(got), type=Sampling) == got
 
 
 @pytest.mark.parametrize("name", ["n", "best_of", "logprobs"])
@@ -166,18 +169,10 @@ def test_grammars_reach_the_engine_and_end_resumability(said: dict[str, Any], gr
     assert is_resumable(body, got) == (grammar is None)
 
 
-def nested(depth: int) -> Any:
-    inner: Any = 1
-    for _ in range(depth):
-        inner = {"a": inner}
-    return inner
-
-
 @pytest.mark.parametrize(
     ("said", "param"),
     [
         ({"guided_json": {"maximum": 2**64}}, "guided_json"),
-        ({"guided_json": nested(880)}, "guided_json"),
         ({"structured_outputs": {"json": {"a": "b" * (1 << 20)}}}, "structured_outputs"),
         ({"guided_choice": ["a" * 100_000] * 11}, "guided_choice"),
         (
@@ -193,6 +188,24 @@ def test_what_no_message_can_carry_is_refused_before_a_worker_is_blamed(
     with pytest.raises(InvalidTurn) as error:
         sampling(chat(**said))
     assert error.value.param == param
+
+
+def test_a_grammar_leaves_the_worker_some_of_the_stack() -> None:
+    grammar: Any = 1
+    for depth in range(1, 1000):
+        grammar = {"a": grammar}
+        try:
+            sampling(ChatBody(messages=HELLO, guided_json=grammar))
+        except InvalidTurn as error:
+            refused, why = depth, error.param
+            break
+    else:
+        pytest.fail("no depth is too deep")
+    assert why == "guided_json"
+    deepest = grammar
+    for _ in range(30):
+        deepest = {"a": deepest}
+    assert msgspec.msgpack.encode(deepest), f"refused at {refused}, well before it could not travel"
 
 
 def test_a_required_tool_call_can_not_be_resumed_and_none_drops_the_tools() -> None:
