@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 import zmq
 
-from fermata.wire.codec import decode
+from fermata.wire.codec import MAX_FRAME_BYTES, MAX_HEADER_BYTES, decode
 from fermata.wire.messages import (
     Bye,
     Drain,
@@ -36,6 +36,7 @@ from fermata.wire.socket import (
     Listener,
     Packet,
     Peer,
+    Unsendable,
     new_context,
 )
 
@@ -166,8 +167,27 @@ async def test_garbage_is_counted_and_answered_and_the_socket_lives_on(
     raw.close()
 
 
-async def test_an_identity_that_is_not_ours_is_refused(ends: Ends):
+@pytest.mark.parametrize(
+    "identity",
+    [
+        b"",  # one that ZeroMQ makes up
+        b"frontend/frontend-0",
+        b"frontend//1",
+        b"captain/frontend-0/1",
+        b"frontend/frontend-0/x",
+        b"frontend/frontend-0/-1",
+        b"frontend/frontend-0/ 1",  # answers to it would go to another
+        b"frontend/frontend-0/01",
+        b"frontend/frontend-0/1_0",
+        "frontend/frontend-0/\u0661".encode(),
+        b"frontend/frontend-0/9223372036854775808",  # no message could name it
+        b"frontend/\xff/1",
+    ],
+)
+async def test_an_identity_that_is_not_ours_is_refused(ends: Ends, identity: bytes):
     raw = ends.context.socket(zmq.DEALER)
+    if identity:
+        raw.setsockopt(zmq.IDENTITY, identity)
     raw.setsockopt(zmq.LINGER, 0)
     raw.connect(ends.listener.endpoint)
     raw.send(b"\x01\x91\x05")
@@ -276,6 +296,27 @@ async def test_a_link_finds_its_listener_again_and_says_when_it_can_send():
     await until(lambda: ends.got)
     await until(lambda: not link.blocked)
     ends.close()
+
+
+@pytest.mark.parametrize(
+    ("message", "frame"),
+    [
+        (Bye(2**64), b""),
+        (Bye(1, "\ud800"), b""),
+        (Bye(1, "x" * MAX_HEADER_BYTES), b""),
+        (Output([]), bytes(MAX_FRAME_BYTES + 4)),
+    ],
+    ids=["integer", "half a character", "long", "long frame"],
+)
+async def test_what_no_peer_would_take_is_not_sent_and_its_maker_is_told(
+    ends: Ends, message: Message, frame: bytes
+):
+    link = ends.link(FRONTEND)
+    with pytest.raises(Unsendable):
+        link.send(message, frame)
+    link.send(StatusRequest())
+    await until(lambda: ends.got)
+    assert [packet.message for _, packet in ends.got] == [StatusRequest()]
 
 
 async def test_a_handler_that_fails_does_not_stop_the_socket():

@@ -10,6 +10,9 @@ WireError
   Malformed        not MessagePack, not a known tag, a field of the wrong type, a ragged frame
   Oversized        a header or frame above its bound
   WrongRole        a message its sender may not send
+
+Unsendable is the other way round: a message of ours that would be refused there is not sent, and its maker is
+told at once.
 """
 
 from __future__ import annotations
@@ -51,6 +54,11 @@ class WrongRole(WireError):
     code = "wrong_role"
 
 
+class Unsendable(Exception):
+    """A value MessagePack has no form for (an integer beyond 64 bits, half a character), or more than the other
+    side takes."""
+
+
 class Packet(NamedTuple):
     """`frame` is empty for messages that carry none. Cast it: `frame.cast("I")` tokens,
     `frame.cast("Q")` hashes."""
@@ -67,8 +75,22 @@ _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(
 
 
 def encode(message: Message, frame: Buffer = b"") -> list[Buffer]:
-    head = _VERSION_BYTE + _encoder.encode(message)
-    return [head, frame] if type(message) in FRAME_ITEM_BYTES else [head]
+    """Raises Unsendable."""
+    kind = type(message)
+    try:
+        head = _VERSION_BYTE + _encoder.encode(message)
+    except (OverflowError, ValueError, TypeError, RecursionError) as error:
+        raise Unsendable(f"{kind.__name__}: {error}") from error
+    if len(head) > MAX_HEADER_BYTES:
+        raise Unsendable(
+            f"{kind.__name__}: header of {len(head)} bytes, at most {MAX_HEADER_BYTES}"
+        )
+    if kind not in FRAME_ITEM_BYTES:
+        return [head]
+    size = memoryview(frame).nbytes
+    if size > MAX_FRAME_BYTES:
+        raise Unsendable(f"{kind.__name__}: frame of {size} bytes, at most {MAX_FRAME_BYTES}")
+    return [head, frame]
 
 
 def encode_batch(packets: Sequence[Sequence[Buffer]]) -> list[Buffer]:

@@ -44,6 +44,7 @@ from fermata.wire.messages import (
 )
 
 Kinds = frozenset[type[Message]]
+MAX_INCARNATION = 1 << 63
 
 _COMMON: Kinds = frozenset({Fault, StatusRequest, Status})
 _PEER: Kinds = _COMMON | {Hello, Heartbeat, Bye}
@@ -92,9 +93,13 @@ class Peer:
 
     @classmethod
     def parse(cls, identity: bytes) -> Peer:
-        """Raises ValueError for an identity that is not ours."""
+        """Raises ValueError for an identity that is not ours, to the letter: answers go to `identity` as it is
+        written here, and messages name the incarnation."""
         role, _, rest = identity.decode().partition("/")
         name, _, incarnation = rest.rpartition("/")
         if not name:
             raise ValueError("identity is not role/id/incarnation")
-        return cls(Role(role), name, int(incarnation))
+        peer = cls(Role(role), name, int(incarnation))
+        if not 0 <= peer.incarnation < MAX_INCARNATION or peer.identity != identity:
+            raise ValueError("incarnation is no plain number of 63 bits")
+        return peer

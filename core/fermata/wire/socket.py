@@ -30,6 +30,7 @@ from fermata.wire.codec import (
     MAX_FRAME_BYTES,
     Malformed,
     Packet,
+    Unsendable,
     WireError,
     WrongRole,
     decode,
@@ -47,6 +48,7 @@ __all__ = [
     "Listener",
     "Packet",
     "Peer",
+    "Unsendable",
     "WireCounters",
     "new_context",
     "new_key_pair",
@@ -248,10 +250,11 @@ class _Endpoint:
     def _send(self, to: bytes, message: Message, frame: Buffer) -> bool:
         if self._closed:
             return False
+        frames = encode(message, frame)
         box = self._boxes.get(to)
         if box is None:
             box = self._boxes[to] = _Outbox()
-        if not box.offer(encode(message, frame)):
+        if not box.offer(frames):
             self.counters.refused += 1
             return False
         if not box.blocked:
@@ -413,7 +416,7 @@ class Listener(_Endpoint):
 
     def send(self, peer: Peer, message: Message, frame: Buffer = b"") -> bool:
         """Queued, and sent at the end of this loop turn. False: not taken, the peer does not
-        read."""
+        read. Unsendable: no peer would take it."""
         return self._send(peer.identity, message, frame)
 
     def blocked(self, peer: Peer) -> bool:
@@ -497,7 +500,7 @@ class Link(_Endpoint):
 
     def send(self, message: Message, frame: Buffer = b"") -> bool:
         """Queued, and sent at the end of this loop turn. False: not taken, the peer does not read
-        or is away."""
+        or is away. Unsendable: no peer would take it."""
         return self._send(b"", message, frame)
 
     def _secure(self, keyring: Keyring, listens: Role) -> None:

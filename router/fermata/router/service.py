@@ -17,7 +17,7 @@ from fermata.core.clock import Clock
 from fermata.core.spec import RouterPolicySpec
 from fermata.router.core import Router, RouterConfig, Send
 from fermata.wire.messages import PolicyAck, Role, Status, StatusRequest
-from fermata.wire.socket import Context, Listener, Packet, Peer
+from fermata.wire.socket import Context, Listener, Packet, Peer, Unsendable
 
 log = logging.getLogger(__name__)
 
@@ -104,8 +104,12 @@ class RouterService:
         for effect in effects:
             if isinstance(effect.message, PolicyAck):
                 _log_policy(effect.message)
-            if not self._listener.send(effect.to, effect.message, effect.frame):
+            try:
+                self.dropped += not self._listener.send(effect.to, effect.message, effect.frame)
+            except Unsendable:
+                # One answer that repeats nonsense must not cost the others theirs.
                 self.dropped += 1
+                log.exception("dropped an answer to=%s", effect.to.identity)
 
 
 def _log_policy(ack: PolicyAck) -> None:
