@@ -4,8 +4,8 @@ A router that is away is asked nothing: turns wait, and are asked about when it 
 from the boot we knew decides what follows. Another boot has forgotten us: it is sent our claims, and running streams
 go on. The same boot that no longer knows us took us for dead and fenced us: only a new incarnation of ours will do.
 
-Reports are gathered into one Progress a router: the end of a lease goes out with this turn of the loop,
-what only informs waits a moment for company.
+Reports are gathered into one Progress a router. What only informs waits a moment for company, the end of a
+lease a shorter one; of what is waiting about one lease, the later word says all the earlier ones did.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from fermata.core.ids import RouterId, RoutingKey, lease_router
+from fermata.core.ids import LeaseId, RouterId, RoutingKey, lease_router
 from fermata.core.ring import Ring
 from fermata.frontend.turn_table import TurnTable
 from fermata.wire import messages as wire
@@ -27,7 +27,10 @@ log = logging.getLogger(__name__)
 HEARTBEAT_S = 1.0
 SILENCE_S = 3.0
 GATHER_S = 0.01
-_URGENT = frozenset({"finished", "cancelled", "failed"})
+GATHER_ENDS_S = 0.002
+_ENDS = frozenset({"finished", "cancelled", "failed"})
+_SAYS_ALL = frozenset({"prefilled", "tokens", "finished"})
+"""A lease of which this is said was accepted, and prefilled."""
 
 
 class Owner(Protocol):
@@ -57,6 +60,21 @@ class RouterPeer:
     workers_ready: int = 0
     forgot_us: bool = False
     outbox: list[wire.LeaseProgress] = field(default_factory=list[wire.LeaseProgress])
+    latest: dict[LeaseId, int] = field(default_factory=dict[LeaseId, int])
+    """Where in the outbox the last word about a lease is."""
+
+    def gather(self, progress: wire.LeaseProgress) -> None:
+        at = self.latest.get(progress.lease)
+        if at is not None and progress.kind in _SAYS_ALL:
+            self.outbox[at] = progress
+        else:
+            self.latest[progress.lease] = len(self.outbox)
+            self.outbox.append(progress)
+
+    def take(self) -> list[wire.LeaseProgress]:
+        taken, self.outbox = self.outbox, []
+        self.latest.clear()
+        return taken
 
 
 class RouterLinks:
@@ -80,8 +98,8 @@ class RouterLinks:
         self._loop = loop
         self._peers: dict[RouterId, RouterPeer] = {}
         self._numbers: dict[int, RouterId] = {}
-        self._flushing: asyncio.Handle | None = None
-        self._is_urgent = False
+        self._flushing: asyncio.TimerHandle | None = None
+        self._hurries = False
 
     @property
     def peers(self) -> Iterable[RouterPeer]:
@@ -108,7 +126,7 @@ class RouterLinks:
         self.open()
 
     def close(self) -> None:
-        self._flush()
+        self.flush()
         for peer in self._peers.values():
             if not peer.link.blocked:
                 peer.link.send(wire.Bye(self._me.incarnation, "shutdown"))
@@ -123,24 +141,19 @@ class RouterLinks:
         peer = self._by_number(lease_router(progress.lease))
         if peer is None or (progress.kind == "tokens" and not peer.answers):
             return
-        peer.outbox.append(progress)
-        urgent = progress.kind in _URGENT
-        if self._flushing is None:
-            self._is_urgent = urgent
-            self._flushing = (
-                self._loop.call_soon(self._flush)
-                if urgent
-                else self._loop.call_later(GATHER_S, self._flush)
-            )
-        elif urgent and not self._is_urgent:
+        peer.gather(progress)
+        is_end = progress.kind in _ENDS
+        if self._flushing is not None:
+            if self._hurries or not is_end:
+                return
             self._flushing.cancel()
-            self._is_urgent = True
-            self._flushing = self._loop.call_soon(self._flush)
+        self._hurries = is_end
+        self._flushing = self._loop.call_later(GATHER_ENDS_S if is_end else GATHER_S, self.flush)
 
     def tick(self) -> None:
         """Each second: heartbeats to those that answer, Hello to those that do not."""
         now = self._loop.time()
-        self._flush()
+        self.flush()
         self._close_left()
         for peer in self._peers.values():
             if peer.answers and now - peer.heard_at > SILENCE_S:
@@ -211,14 +224,15 @@ class RouterLinks:
         seen = self._table.seen(number, peer.welcome.incarnation)
         peer.link.send(wire.Heartbeat(self._me.incarnation, seen, digest.count, digest.xor))
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Everything gathered so far goes out with this turn of the loop."""
         if self._flushing is not None:
             self._flushing.cancel()
             self._flushing = None
         for peer in self._peers.values():
             may_send = peer.answers and not peer.link.blocked
             if peer.outbox and may_send and peer.link.send(wire.Progress(peer.outbox)):
-                peer.outbox = []
+                peer.take()
 
     def _writable(self, router: RouterId) -> None:
         """It was away or did not read; perhaps it booted meanwhile, so it is told who we are again."""
@@ -227,7 +241,7 @@ class RouterLinks:
             return
         self._hello(peer)
         if peer.answers:
-            self._flush()
+            self.flush()
             self._owner.on_welcome(router)
 
     def _receive(self, router: RouterId, packet: Packet) -> None:
@@ -268,11 +282,11 @@ class RouterLinks:
         self._numbers[welcome.number] = peer.id
         if not is_same_boot:
             log.info("welcome router=%s incarnation=%d", peer.id, welcome.incarnation)
-            peer.outbox.clear()  # of a boot that is gone; the claims say what still runs
+            peer.take()  # of a boot that is gone; the claims say what still runs
             claims, frame = self._table.claims(welcome.number)
             peer.link.send(wire.LeaseClaims(claims), frame)
         peer.answers = True
-        self._flush()
+        self.flush()
         self.adopt(welcome.ring)
         if self._peers.get(peer.id) is peer:
             self._owner.on_welcome(peer.id)

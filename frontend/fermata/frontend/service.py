@@ -187,6 +187,8 @@ class FrontendService:
 
     def _ask(self, turn: Turn) -> None:
         """Does nothing while the router is away: its Welcome brings the turn back here."""
+        if turn.attempt:
+            self.routers.flush()  # how the attempt before ended comes first
         router = self.routers.router_for(turn.spec.key)
         if router is not None:
             route = route_of(turn, epoch=self.routers.ring.epoch, now=self.clock.now())
@@ -213,6 +215,7 @@ class FrontendService:
             self.workers.release(endpoint, progress.lease, lost=progress.reason == "worker_lost")
 
     def _send_lease_list(self, router: RouterId) -> None:
+        self.routers.flush()  # a lease that ended must not look lost
         for peer in self.routers.peers:
             if peer.id == router and peer.welcome is not None:
                 number = peer.welcome.number
