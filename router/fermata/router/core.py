@@ -52,7 +52,7 @@ class Router:
             case wire.Hello():
                 self._hello(sender, message, now)
             case wire.SetPolicy():
-                self._set_policy(sender, message)
+                self._set_policy(sender, message, now)
             case wire.StatusRequest():
                 self.state.effects.send(sender, self.status(now))
             case wire.Drain():
@@ -76,6 +76,7 @@ class Router:
         self._fleet.tick(now)
         self._leasing.dispatch_timeouts(now)
         state.affinity.expire(now, state.policy.session_affinity.ttl_s)
+        state.approximate.expire(now)
         self._epilogue(now)
         self._placement.tick(now)
         self._is_sweeping = state.index.sweep(_SWEEP_ENTRIES)
@@ -93,6 +94,7 @@ class Router:
             state.leases.dispatches.next(),
             state.waiting.deadlines.next(),
             state.affinity.next_expiry(state.policy.session_affinity.ttl_s),
+            state.approximate.next_expiry(),
             state.boot_ends_at if state.is_booting else None,
             now + state.real(_SWEEP_EVERY_S) if self._is_sweeping else None,
         ]
@@ -109,8 +111,16 @@ class Router:
                 "incarnation": str(state.incarnation),
                 "policy": state.policy.scheduler.type,
                 "workers": ",".join(state.workers.admitted_ids()),
+                "workers_without_events": ",".join(
+                    worker.id for worker in state.workers if not worker.sends_events
+                ),
             },
         )
+
+    def take_warnings(self) -> list[str]:
+        """What people should read, since last asked."""
+        warnings, self.state.warnings = self.state.warnings, []
+        return warnings
 
     def check_integrity(self) -> None:
         """O(everything): what is kept incrementally equals a recount."""
@@ -119,6 +129,7 @@ class Router:
         state.leases.check_integrity()
         state.loads.check_integrity()
         state.affinity.check_integrity()
+        state.approximate.check_integrity()
         state.workers.check_integrity()
         state.owners.check_integrity()
         state.waiting.check_integrity()
@@ -239,15 +250,15 @@ class Router:
         if isinstance(message, wire.Heartbeat | wire.Route):
             self._acknowledge(sender, known=False)
 
-    def _set_policy(self, sender: Peer, message: wire.SetPolicy) -> None:
-        reasons = self._apply_policy(message)
+    def _set_policy(self, sender: Peer, message: wire.SetPolicy, now: float) -> None:
+        reasons = self._apply_policy(message, now)
         self.state.counters["policies_refused"] += bool(reasons)
         self.state.effects.send(
             sender,
             wire.PolicyAck(message.uid, message.generation, message.revision, not reasons, reasons),
         )
 
-    def _apply_policy(self, message: wire.SetPolicy) -> list[str]:
+    def _apply_policy(self, message: wire.SetPolicy, now: float) -> list[str]:
         """Why not; nothing when it is applied."""
         state = self.state
         if message.revision < state.policy_revision:
@@ -261,6 +272,7 @@ class Router:
             return problems
         state.policy_revision = message.revision
         state.apply(policy)
+        self._fleet.policy_changed(now)
         self._apply_ring(message.ring)
         return []
 

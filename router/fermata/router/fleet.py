@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from fermata.core.ids import OwnerId, Slot, WorkerId
 from fermata.router.kv_feed import Heard, RankFeed
 from fermata.router.leasing import Leasing, RevokeReason
+from fermata.router.model import NO_HASHES
 from fermata.router.state import RouterState
 from fermata.router.worker import Steps, Worker
 from fermata.wire.messages import (
@@ -92,6 +95,12 @@ class Fleet:
         state.workers.add(worker)
         for slot in slots:
             state.loads.open(slot, info)
+        worker.sends_events = "kv_events" in info.features
+        if not worker.sends_events:
+            state.warn_once(
+                f"worker sends no KV events, its prefixes are learned from own grants worker={name}"
+            )
+        self._choose_index(worker, now)
         wait_s = state.real(state.liveness.snapshot_wait_s)
         state.workers.snapshots.set(name, now + wait_s)
         state.counters["workers_registered"] += 1
@@ -110,11 +119,42 @@ class Fleet:
             for rank in range(ranks)
         ]
 
+    def policy_changed(self, now: float) -> None:
+        """O(workers), and what of the index has to be built anew."""
+        self._state.approximate.apply(self._state.policy.kv, now)
+        for worker in self._state.workers:
+            self._choose_index(worker, now)
+
+    def _choose_index(self, worker: Worker, now: float) -> None:
+        """What its ranks hold is known from their events, or learned where there are none."""
+        state = self._state
+        knows = state.policy.kv.events and worker.sends_events
+        for feed in worker.feeds:
+            learns = feed.slot in state.approximate
+            if knows and learns:
+                state.approximate.close(feed.slot)
+                if feed.is_live:
+                    self._restart(worker, feed, now)
+            elif not knows and not learns:
+                state.index.drop(feed.slot)
+                state.leases.promises.drop(feed.slot)  # they wait for events
+                state.approximate.open(
+                    feed.slot, capacity_blocks=state.loads[feed.slot].capacity_blocks
+                )
+
+    def _has_events(self, worker: Worker) -> None:
+        """It is believed by what it does, whatever it said that it can."""
+        if not worker.sends_events:
+            worker.sends_events = True
+            self._state.counters["workers_with_unannounced_events"] += 1
+            for slot in worker.slots:  # its feeds missed nothing: these are the first
+                self._state.approximate.close(slot)
+
     def heartbeat(self, worker: Worker, message: Heartbeat, now: float) -> None:
         state = self._state
         state.workers.silence.set(worker.id, now + self._timeout_s)
         for feed, sequence in zip(worker.feeds, message.events, strict=False):
-            if not feed.last_emitted(sequence):
+            if state.policy.kv.events and not feed.last_emitted(sequence):
                 state.counters["kv_gaps"] += 1
                 self._restart(worker, feed, now)
             elif feed.must_ask or (
@@ -151,13 +191,23 @@ class Fleet:
 
     def events(self, worker: Worker, message: KvEvents, hashes: memoryview, now: float) -> None:
         feed = self._feed(worker, message.rank)
-        if feed is not None:
-            self._heard(worker, feed, feed.events(message, hashes), now)
+        if feed is None:
+            return
+        if not self._state.policy.kv.events:
+            self._state.counters["kv_unwanted"] += 1
+            return
+        if message.events:
+            self._has_events(worker)
+        self._heard(worker, feed, feed.events(message, hashes), now)
 
     def chunk(self, worker: Worker, message: SnapshotChunk, hashes: memoryview, now: float) -> None:
         feed = self._feed(worker, message.rank)
         if feed is None:
             return
+        if not self._state.policy.kv.events:
+            message, hashes = msgspec.structs.replace(message, stored=[]), NO_HASHES
+        elif message.stored:
+            self._has_events(worker)
         self._heard(worker, feed, feed.chunk(message, hashes), now)
         if not worker.is_admitted and worker.has_snapshots:
             self._admit(worker)

@@ -134,13 +134,20 @@ class Leasing:
                 # Whoever speaks of tokens has been accepted and prefilled, whatever was lost.
                 self._accepted(lease)
                 state.leases.prefilled(lease)
+                if entry.kind == "prefilled":
+                    self._learn(lease, now)
                 if state.loads.renew(lease.slot):
                     state.must_judge = True
             case "finished":
                 self._accepted(lease)
+                self._learn(lease, now)
                 self.end(lease, "finished", now, promised_until=self._promised(lease, entry))
             case "cancelled" | "failed":
                 self.end(lease, entry.kind, now)
+
+    def _learn(self, lease: Lease, now: float) -> None:
+        """Its slot has the prompt now; matters where no events say so."""
+        self._state.approximate.learn(lease.slot, lease.node.chain[: lease.node.end], now)
 
     def _accepted(self, lease: Lease) -> None:
         if self._state.leases.accept(lease):
@@ -154,7 +161,7 @@ class Leasing:
     def _promised(self, lease: Lease, entry: LeaseProgress) -> int | None:
         """The event sequence its promise waits for; None where that is applied, or will never be told."""
         worker = self._state.workers.of_slot(lease.slot)
-        if worker is None or entry.event_sequence < 0:
+        if worker is None or entry.event_sequence < 0 or lease.slot in self._state.approximate:
             return None
         feed = worker.feeds[worker.slots.index(lease.slot)]
         if feed.is_live and feed.applied >= entry.event_sequence:

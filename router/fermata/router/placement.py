@@ -178,11 +178,12 @@ class Placement:
         state = self._state
         match = state.index.match(turn.hashes)
         promised, active = state.leases.promises.match(turn.hashes)
-        if promised:
-            device = match.get("device", {})
-            match["device"] = device | {
-                slot: depth for slot, depth in promised.items() if depth > device.get(slot, 0)
-            }
+        for depths in (state.approximate.match(turn.hashes), promised):
+            if depths:
+                device = match.get("device", {})
+                match["device"] = device | {
+                    slot: depth for slot, depth in depths.items() if depth > device.get(slot, 0)
+                }
         question = Question(
             input_tokens=turn.route.input_tokens,
             blocks=-(-turn.route.input_tokens // state.config.block_size),

@@ -91,6 +91,8 @@ class RouterService:
         self._timer = self._loop.call_at(at, self._tick)
 
     def _send(self, effects: list[Send]) -> None:
+        for warning in self.core.take_warnings():
+            log.warning("%s", warning)
         for effect in effects:
             if isinstance(effect.message, PolicyAck):
                 _log_policy(effect.message)

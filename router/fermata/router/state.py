@@ -11,6 +11,7 @@ from fermata.core.ids import LeaseId, RouterId, Slot, WorkerId, make_lease_id
 from fermata.core.ring import Ring
 from fermata.core.spec import LivenessSpec, RouterPolicySpec
 from fermata.router.affinity import Affinity
+from fermata.router.approximate import ApproximateIndex
 from fermata.router.lease import LeaseTable
 from fermata.router.load import Loads, Thresholds
 from fermata.router.model import Effects, Seats
@@ -65,6 +66,7 @@ class RouterState:
         self.effects = Effects()
         self.seats = Seats()
         self.index = PrefixIndex(limit_pairs=self.policy.kv.index_blocks)
+        self.approximate = ApproximateIndex(self.policy.kv, width_s=width_s)
         self.leases = LeaseTable(block_size=config.block_size, width_s=width_s)
         self.loads = Loads(router=config.number, block_size=config.block_size, leases=self.leases)
         self.affinity = Affinity()
@@ -80,6 +82,9 @@ class RouterState:
         self.must_judge_all = False
         """What decides has changed: so may their reasons to wait."""
         self.counters: Counter[str] = Counter()
+        self.warnings: list[str] = []
+        """For people, since the shell last took them."""
+        self._warned: Recent[str, None] = Recent(_MOST_RECENT)
         self._serial = 0
         self.loads.apply(Thresholds(self.policy.overload, self.policy.queue))
 
@@ -109,6 +114,11 @@ class RouterState:
         self.index.limit_pairs = policy.kv.index_blocks
         self.must_judge_all = True
 
+    def warn_once(self, text: str) -> None:
+        if text not in self._warned:
+            self._warned.put(text, None)
+            self.warnings.append(text)
+
     def open_slot(self, slot: Slot) -> int:
         number = self.seats.take(slot)
         self.leases.open_slot(number)
@@ -119,6 +129,7 @@ class RouterState:
         self.leases.close_slot(slot)
         self.loads.close(slot)
         self.index.drop(slot)
+        self.approximate.close(slot)
         self.affinity.lose_slot(slot)
         self.seats.leave(slot)
 
