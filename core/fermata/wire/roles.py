@@ -8,6 +8,7 @@ from fermata.wire.messages import (
     Abort,
     Accepted,
     Bye,
+    Demand,
     Drain,
     DrainStatus,
     Fault,
@@ -59,7 +60,7 @@ _ALLOWED: dict[tuple[Role, Role], Kinds] = {
     (Role.OPERATOR, Role.WORKER): _COMMON | {Drain},
     (Role.ROUTER, Role.FRONTEND): _ANSWERS | {LeaseListRequest, Revoke, Grant, Hold, Reject, Moved},
     (Role.ROUTER, Role.WORKER): _ANSWERS
-    | {LeaseListRequest, Revoke, Fence, SnapshotRequest, HintPush, Drain},
+    | {LeaseListRequest, Revoke, Fence, SnapshotRequest, HintPush, Drain, Demand},
     (Role.ROUTER, Role.OPERATOR): _ANSWERS | {PolicyAck, DrainStatus},
     (Role.WORKER, Role.FRONTEND): _COMMON | {Accepted, Refused, Output},
     (Role.WORKER, Role.OPERATOR): _COMMON | {DrainStatus},

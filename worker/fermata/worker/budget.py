@@ -65,7 +65,8 @@ class Budget:
         """It booted, or is new: it acts on no share, whatever its predecessor was told."""
         known = self._accounts.get(router)
         running = known.running if known is not None else 0
-        self._accounts[router] = _Account(now, running=running)
+        self._numbers += 1
+        self._accounts[router] = _Account(now, running=running, number=self._numbers)
 
     def left(self, router: int) -> None:
         """It is in no ring any more and has no turn here."""

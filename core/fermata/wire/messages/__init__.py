@@ -60,9 +60,11 @@ from fermata.wire.messages.router import (
 )
 from fermata.wire.messages.worker import (
     Abort,
+    Demand,
     Fence,
     Generate,
     HintPush,
+    RankDemand,
     SnapshotRequest,
 )
 
@@ -73,6 +75,7 @@ __all__ = [
     "Accepted",
     "Batch",
     "Bye",
+    "Demand",
     "Drain",
     "DrainStatus",
     "Fault",
@@ -106,6 +109,7 @@ __all__ = [
     "OutputEntry",
     "PolicyAck",
     "Progress",
+    "RankDemand",
     "RankLoad",
     "Refused",
     "Reject",
@@ -136,7 +140,7 @@ ANY: tuple[type[Message], ...] = (
     Welcome, HeartbeatAck, LeaseListRequest, Revoke, Grant, Hold, Reject, Moved, Accepted, Refused,
     Output,
     # To a worker
-    Generate, Abort, Fence, SnapshotRequest, HintPush,
+    Generate, Abort, Fence, SnapshotRequest, HintPush, Demand,
     # To the operator
     PolicyAck,
 )  # fmt: skip

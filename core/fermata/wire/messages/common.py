@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from fermata.core.ids import RoutingKey, SessionId
+from fermata.core.ids import RoutingKey, SessionId, WorkerId
 
 
 class Role(Enum):
@@ -106,6 +106,9 @@ class SessionRecord(Part, frozen=True):
     finish_class: Literal["tool", "human"] = "tool"
     reasoning: bool = False
     paused: bool = False
+    worker: WorkerId = WorkerId("")
+    """In a Handover: the slot it is bound to. A worker's own records are of the rank they come with."""
+    rank: int = 0
 
 
 class Batch(Message, frozen=True, tag=1):

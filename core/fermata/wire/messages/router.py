@@ -236,6 +236,8 @@ class RankLoad(Part, frozen=True):
     routers: list[RouterLoad] = []
     share_tokens: int = 0
     """The addressed router's share of the rank's KV budget."""
+    share_number: int = 0
+    """Names this share in the router's Demand. 0: the worker leases none, and all of it is the router's."""
 
 
 class LoadReport(Message, frozen=True, tag=19):
@@ -267,3 +269,5 @@ class Handover(Message, frozen=True, tag=21):
     epoch: int
     programs: list[SessionRecord]
     turns: list[HeldTurn]
+    workers: list[WorkerId] = []
+    """Those the sender knows: the receiver, if it is new, waits for them before it places turns."""
