@@ -28,7 +28,7 @@ from fermata.wire.roles import Peer
 
 __all__ = ["Router", "RouterConfig", "Send"]
 
-_SWEEP_ENTRIES = 4096
+_SWEEP_ENTRIES = 1024
 _SWEEP_EVERY_S = 0.01
 
 
@@ -42,7 +42,6 @@ class Router:
         self._fleet = Fleet(self.state, self._leasing)
         self._ownership = Ownership(self.state, self._leasing)
         self._placement = Placement(self.state, self._leasing)
-        self._is_sweeping = False
 
     def receive(
         self, sender: Peer, message: wire.Message, frame: memoryview, now: float
@@ -79,7 +78,7 @@ class Router:
         state.approximate.expire(now)
         self._epilogue(now)
         self._placement.tick(now)
-        self._is_sweeping = state.index.sweep(_SWEEP_ENTRIES)
+        state.index.sweep(_SWEEP_ENTRIES)
         return self._finish(now)
 
     def next_deadline(self, now: float) -> float | None:
@@ -95,8 +94,8 @@ class Router:
             state.waiting.deadlines.next(),
             state.affinity.next_expiry(state.policy.session_affinity.ttl_s),
             state.approximate.next_expiry(),
-            state.boot_ends_at if state.is_booting else None,
-            now + state.real(_SWEEP_EVERY_S) if self._is_sweeping else None,
+            state.boot_ends_at if not state.is_settled else None,
+            now + state.real(_SWEEP_EVERY_S) if not state.index.is_swept else None,
         ]
         return min((at for at in deadlines if at is not None), default=None)
 
@@ -147,6 +146,9 @@ class Router:
             now >= state.boot_ends_at or (state.has_policy and state.workers.all_admitted)
         ):
             state.is_booting = False
+            state.must_judge_all = True
+        if not state.is_settled and now >= state.boot_ends_at:
+            state.is_settled = True
             state.must_judge_all = True
         if state.must_judge or state.must_judge_all:
             self._placement.judge(now)
@@ -236,7 +238,7 @@ class Router:
             case wire.SnapshotChunk():
                 self._fleet.chunk(worker, message, frame.cast("Q"), now)
             case wire.LeaseList():
-                self._leasing.worker_list(sender, frame.cast("Q"), now)
+                self._leasing.worker_list(worker, frame.cast("Q"), now)
             case wire.DrainStatus():
                 self._fleet.drain_status(worker, message)
             case wire.Bye():
@@ -265,7 +267,7 @@ class Router:
             return [f"revision {message.revision} is older than {state.policy_revision}, in force"]
         try:
             policy = msgspec.json.decode(message.spec, type=RouterPolicySpec)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        except (msgspec.MsgspecError, RecursionError) as error:
             return [str(error)]
         problems = [f"{field}: {what} ({fix})" for field, what, fix in policy.problems()]
         if problems:

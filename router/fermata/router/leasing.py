@@ -16,6 +16,7 @@ from fermata.router.affinity import affinity_key
 from fermata.router.lease import End, Lease
 from fermata.router.owner import Owner
 from fermata.router.state import RouterState
+from fermata.router.worker import Worker
 from fermata.wire.messages import (
     LeaseClaim,
     LeaseClaims,
@@ -58,6 +59,8 @@ class Leasing:
         if lease.bound is not None:
             if how in _FAILURES:
                 state.affinity.failed(lease.bound, lease.slot)
+                # Turns of the session that waited for this slot may go anywhere now.
+                state.must_judge_all |= state.policy.session_affinity.mode == "Hard"
             state.affinity.ended(lease.bound, now)
         if how in _DONE:
             state.done.put((lease.owner.id, lease.request), lease.attempt)
@@ -187,14 +190,23 @@ class Leasing:
         found = self._state.leases.get(lease)
         return found is not None and found.owner == owner.peer
 
-    def worker_list(self, peer: Peer, held: memoryview, now: float) -> None:
-        """Names what the engine runs. What no owner claimed is aborted, once owners have had the time to claim."""
+    def worker_list(self, worker: Worker, held: memoryview, now: float) -> None:
+        """Names what the engine runs or still owes to owners.
+
+        What no owner claimed is aborted, once owners have had the time to claim. What it lacked in its list
+        before too it has lost (the last words to an owner can die with a connection): the owner asks anew.
+        """
         state = self._state
+        named = set(held)
+        lacking = {i for i in state.leases.worker_ledger(worker.id).leases if i not in named}
+        lost = [found for i in lacking & worker.lacking if (found := state.leases.get(i))]
+        worker.lacking = lacking
+        self.revoke(lost, "unknown", now, workers=False)
         patience_s = state.real(state.liveness.owner_timeout_s)
         strange = [LeaseId(i) for i in held if LeaseId(i) not in state.leases]
         mine = [i for i in strange if lease_router(i) == state.config.number]
         if mine and now - state.booted_at >= patience_s:
-            self.send_revoke(peer, mine, "unknown")
+            self.send_revoke(worker.peer, mine, "unknown")
 
     def claims(self, owner: Owner, message: LeaseClaims, hashes: memoryview, now: float) -> None:
         """What an owner holds from an earlier boot of this router; of the present one it holds what it was granted."""

@@ -1,4 +1,9 @@
-"""Where masks of holders change along a chain on which they only shrink: one bisection a change."""
+"""Where masks of holders change along a chain on which they only shrink: one bisection a change.
+
+A holder whose blocks are not what was thought could mislead the bisection about others too. So each depth is checked
+at its two ends: those that leave there have the block before and lack the block behind, which for a closed holder is
+proof. Otherwise NotClosed says that only a walk will do.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +30,15 @@ def bisect_masks(
     while True:
         start = bisect_left(rising, mask, 0, end, key=item)
         if not start:
+            if mask & ~item(rising[0]):
+                raise NotClosed
             found.append((depth, mask))
             return found
         rest = item(rising[start - 1])
-        if rest & ~mask:
+        lost = mask ^ rest
+        if rest & ~mask or lost & ~item(rising[start]):
             raise NotClosed
-        found.append((depth - start, mask ^ rest))
+        found.append((depth - start, lost))
         mask = rest
         end = start - 1
 

@@ -6,24 +6,24 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fermata.router.affinity import affinity_key
-from fermata.router.chain_links import bits
+from fermata.router.eligibility import Eligibility, Eligible, Wait
 from fermata.router.lease import Lease
 from fermata.router.leasing import Leasing
 from fermata.router.model import NO_HASHES, Turn
 from fermata.router.owner import Owner
 from fermata.router.policy import Question
+from fermata.router.policy_class import PolicyClass
 from fermata.router.prefix_index import Match
+from fermata.router.queue import Line, Next, Place
 from fermata.router.state import RouterState
-from fermata.router.waiting import Lane, Reason, WaitingTurn
-from fermata.wire.messages import Grant, Hold, Moved, Reject, Route
+from fermata.router.waiting import Reason, WaitingTurn
+from fermata.wire.messages import Grant, Hints, Hold, Moved, Reject, Route
 from fermata.wire.messages import Ring as WireRing
 
 RejectCode = Literal[
     "overloaded", "no_worker", "invalid_request", "context_length_exceeded", "not_found"
 ]
 
-_LOOK_AHEAD = 8
-"""How many turns of a lane are tried past one that can not go."""
 _RETRY_AFTER_S = 5.0
 _NOT_STREAMING_S = 240.0
 _CLIENT_MARGIN_S = 30.0
@@ -31,23 +31,23 @@ _CLIENT_MARGIN_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Where a turn may go. `free` is a mask of slots, `preferred` its session's own."""
+    """Where a turn may go: masks of the slots that have room and of all that could take it, and its session's own."""
 
     free: int
     preferred: int | None
-    lane: Lane
+    slots: int
 
 
-@dataclass(frozen=True, slots=True)
-class Wait:
-    reason: Reason
-    lane: Lane
+def jump_s(hints: Hints) -> float:
+    """Seconds it is taken to have come earlier. The one hint is the other's older name: the larger counts."""
+    return max(0.0, float(hints.priority), hints.latency_sensitivity)
 
 
 class Placement:
     def __init__(self, state: RouterState, leasing: Leasing) -> None:
         self._state = state
         self._leasing = leasing
+        self._eligibility = Eligibility(state)
 
     def route(self, owner: Owner, route: Route, frame: memoryview, now: float) -> None:
         state = self._state
@@ -110,71 +110,58 @@ class Placement:
         return False
 
     def _place_or_wait(self, turn: Turn, now: float) -> None:
-        state = self._state
-        decision = self._decide(turn)
+        policy_class = self._state.waiting.classes.of(
+            turn.route.policy_class, lambda: self._uncached_tokens(turn)
+        )
+        decision = self._decide(turn, policy_class)
         match decision:
-            case Choice() if state.waiting.ahead(decision.lane) < _LOOK_AHEAD:
-                self._grant(turn, self._pick(turn, decision), now)
             case Choice():
-                self._wait(turn, Wait("queue", decision.lane), now)
+                wait = self._behind(decision)
+                if wait is None:
+                    self._grant(turn, self._pick(turn, decision), now)
+                else:
+                    self._wait(turn, policy_class, wait, now)
             case Wait():
-                self._wait(turn, decision, now)
+                self._wait_unless_refused(turn, policy_class, decision, now)
             case str():
                 self._reject(turn, "context_length_exceeded", decision)
 
-    def _decide(self, turn: Turn, *, forced: bool = False) -> Choice | Wait | str:
+    def _decide(
+        self, turn: Turn, policy_class: PolicyClass, *, paced: bool = False, forced: bool = False
+    ) -> Choice | Wait | str:
         """A text says why no worker here can ever take it. `forced` ignores load."""
-        state = self._state
-        any_slot: Lane = (turn.model, -1)
-        if state.is_booting:
-            has_nobody = state.has_policy and not len(state.workers)
-            return Wait("no_worker" if has_nobody else "booting", any_slot)
-        of_model = state.workers.of_model(turn.model)
-        eligible = self._fitting(of_model & state.workers.ready, turn)
-        if not eligible:
-            if of_model and not self._fitting(of_model, turn):
-                return f"{turn.route.input_tokens} tokens do not fit any worker's window"
-            return Wait("no_worker", any_slot)
-        others = eligible & ~state.workers.slots_of(turn.route.avoid)
-        if others:
-            eligible = others
-        bound = self._bound(turn, eligible)
-        lane = any_slot
-        if bound is not None and self._is_hard(turn):
-            eligible = 1 << bound
-            lane = (turn.model, bound)
-        free = eligible if forced else eligible & ~(state.loads.busy | state.loads.full)
+        eligible = self._eligibility.of(turn)
+        if not isinstance(eligible, Eligible):
+            return eligible
+        slots = eligible.slots
+        free = slots if forced else self._room(slots, policy_class, paced=paced)
         if not free:
-            return Wait("queue", lane)
+            return Wait("policy" if paced else "queue", slots)
+        bound = eligible.bound
         preferred = bound if bound is not None and free >> bound & 1 else None
-        return Choice(free, preferred, lane)
+        return Choice(free, preferred, slots)
 
-    def _fitting(self, slots: int, turn: Turn) -> int:
-        """Those whose window has room for the input and a token."""
-        loads = self._state.loads
-        tokens = turn.route.input_tokens
-        if not slots or tokens < loads.narrowest:
-            return slots
-        return sum([bit for bit in bits(slots) if tokens < loads.window(bit.bit_length() - 1)])
+    def _room(self, slots: int, policy_class: PolicyClass, *, paced: bool) -> int:
+        level = policy_class.pace_level if paced else policy_class.level
+        return self._state.loads.room(slots, level, policy_class.busy_share)
 
-    def _bound(self, turn: Turn, eligible: int) -> int | None:
-        """The slot its session is bound to, if it can go there. A Hard binding that can not be kept is given up."""
+    def _behind(self, choice: Choice) -> Wait | None:
+        """There is room, but others were there before: then it waits with them, as they do."""
         state = self._state
-        if state.policy.session_affinity.mode == "None":
-            return None
-        key = affinity_key(turn.route.session, turn.route.parent)
-        slot = state.affinity.slot_of(key)
-        if slot is None or eligible >> slot & 1:
-            return slot
-        if self._is_hard(turn):
-            state.affinity.unbind(key)
+        queue = state.waiting.queue
+        if queue.has_paced(choice.free):
+            return Wait("policy", choice.slots)
+        if queue.has_line(lambda line: self._may_go(line, choice.free)):
+            state.must_judge = True
+            return Wait("queue", choice.slots)
         return None
 
-    def _is_hard(self, turn: Turn) -> bool:
-        mode = self._state.policy.session_affinity.mode
-        return mode == "Hard" and not turn.route.inferred
+    def _may_go(self, line: Line, slots: int = -1) -> bool:
+        """Does one of the slots have room for the turns of a line?"""
+        return bool(self._room(line.slots, line.policy_class, paced=line.is_paced) & slots)
 
-    def _pick(self, turn: Turn, choice: Choice) -> tuple[int, Match]:
+    def _match(self, turn: Turn) -> tuple[Match, dict[int, int]]:
+        """What is stored or promised of its prefix, and what active leases hold of it."""
         state = self._state
         match = state.index.match(turn.hashes)
         promised, active = state.leases.promises.match(turn.hashes)
@@ -184,6 +171,17 @@ class Placement:
                 match["device"] = device | {
                     slot: depth for slot, depth in depths.items() if depth > device.get(slot, 0)
                 }
+        return match, active
+
+    def _uncached_tokens(self, turn: Turn) -> int:
+        """As things are: what its prefill will cost where most of its prefix is."""
+        match, _ = self._match(turn)
+        depth = max((max(depths.values()) for depths in match.values() if depths), default=0)
+        return max(1, turn.route.input_tokens - depth * self._state.config.block_size)
+
+    def _pick(self, turn: Turn, choice: Choice) -> tuple[int, Match]:
+        state = self._state
+        match, active = self._match(turn)
         question = Question(
             input_tokens=turn.route.input_tokens,
             blocks=-(-turn.route.input_tokens // state.config.block_size),
@@ -191,7 +189,7 @@ class Placement:
             shared=active,
             preferred=choice.preferred,
         )
-        candidates = [state.loads[bit.bit_length() - 1] for bit in bits(choice.free)]
+        candidates = state.loads.among(choice.free)
         return state.placement_policy.pick(question, candidates), match
 
     def _grant(self, turn: Turn, picked: tuple[int, Match], now: float) -> None:
@@ -217,6 +215,7 @@ class Placement:
             hold_reason="" if waiting is None else waiting.reason,
         )
         if waiting is not None:
+            state.overload.drained(waiting.place.policy_class, now)
             state.waiting.remove(waiting)
         self._lease(turn, slot, grant, max(matched.values(), default=0), now)
         state.effects.send(turn.owner, grant)
@@ -236,28 +235,63 @@ class Placement:
             node=state.leases.promises.hold(slot, turn.hashes),
             grant=grant,
             bound=state.affinity.granted(affinity_key(route.session, route.parent)),
+            expected_tokens=self._expected_tokens(route, slot),
         )
         state.leases.begin(lease, is_present=True, dispatch_by=now + state.dispatch_timeout_s)
         state.loads.renew(slot)
 
-    def _wait(self, turn: Turn, wait: Wait, now: float) -> None:
+    def _expected_tokens(self, route: Route, slot: int) -> int:
+        """Of its output, by what its client says (`osl`), and never more than there can be."""
+        osl = route.hints.osl - route.resumed
+        if osl <= 0:
+            return 0
+        return min(osl, route.max_tokens, self._state.loads.window(slot) - route.input_tokens)
+
+    def _wait_unless_refused(
+        self, turn: Turn, policy_class: PolicyClass, wait: Wait, now: float
+    ) -> None:
+        """Refused is only who would wait for room, where none of the slots has any and the class's queue is full."""
         state = self._state
-        limit = state.policy.queue.limit * max(1, state.workers.ready_count)
-        if len(state.waiting) >= limit:
-            state.counters["overloaded"] += 1
-            self._reject(
-                turn, "overloaded", f"{limit} turns are waiting", retry_after_s=_RETRY_AFTER_S
+        use = state.waiting.queue.use(policy_class)
+        why = ""
+        if wait.slots:
+            why = state.overload.refusal(
+                turn.route, policy_class, use, workers=state.workers.ready_count
             )
-            return
+        if not why:
+            self._wait(turn, policy_class, wait, now)
+        elif free := state.loads.room(wait.slots, policy_class.level, 1.0):
+            self._grant(turn, self._pick(turn, Choice(free, None, wait.slots)), now)
+        else:
+            state.counters["overloaded"] += 1
+            most = state.policy.overload.retry_after_max_s
+            retry_after_s = state.overload.retry_after_s(policy_class, use, now, most=most)
+            self._reject(turn, "overloaded", why, retry_after_s=retry_after_s)
+
+    def _wait(self, turn: Turn, policy_class: PolicyClass, wait: Wait, now: float) -> None:
+        state = self._state
         state.counters["holds"] += 1
-        began = turn.since if wait.reason == "no_worker" else now
-        waiting = WaitingTurn(
-            turn, wait.lane, wait.reason, began, self._deadline(turn, wait.reason, began)
+        route = turn.route
+        # Nobody overtakes those whom a switch freed by coming later.
+        is_paced = state.waiting.queue.has_paced(wait.slots)
+        reason: Reason = "policy" if is_paced and wait.slots else wait.reason
+        place = Place(
+            key=(turn.owner.id, route.request),
+            policy_class=policy_class,
+            since=turn.since,
+            strict=route.hints.strict_priority,
+            jump_s=jump_s(route.hints),
+            input_tokens=route.input_tokens,
+            uncached_tokens=self._uncached_tokens(turn),
+            slots=wait.slots,
+            is_paced=is_paced,
         )
+        waiting = WaitingTurn(turn, place, reason, self._deadline(turn, reason))
         state.waiting.add(waiting)
         self._hold(waiting, now)
 
-    def _deadline(self, turn: Turn, reason: Reason, began: float) -> float:
+    def _deadline(self, turn: Turn, reason: Reason) -> float:
+        """Whatever it waits for, it is one wait, which began when the turn did."""
         state = self._state
         no_worker_s = state.policy.overload.no_worker_wait_s
         match reason:
@@ -266,9 +300,9 @@ class Placement:
             case "no_worker":
                 # A boot always gives workers the time to say Hello, however long the turn waited elsewhere.
                 least = state.boot_ends_at if state.is_booting else 0.0
-                return max(began + no_worker_s, least)
-            case "queue":
-                return began + self._longest_hold_s(turn.route)
+                return max(turn.since + no_worker_s, least)
+            case _:
+                return turn.since + self._longest_hold_s(turn.route)
 
     def _longest_hold_s(self, route: Route) -> float:
         """Then it is placed whatever the load. A client that hears nothing meanwhile gives up earlier."""
@@ -291,42 +325,76 @@ class Placement:
         )
 
     def judge(self, now: float) -> None:
-        """Let go whom there is room for: O(turns freed), or O(waiting) when what decides has changed."""
+        """Let go whom there is room for, in the queue's order: a turn at a time, so that each sees the load of those
+        before it. O(turns freed), or O(waiting) when what decides has changed."""
         state = self._state
-        most = None if state.must_judge_all else _LOOK_AHEAD
+        changed = self._judge_anew(now) if state.must_judge_all else []
         state.must_judge = state.must_judge_all = False
-        for lane in state.waiting.lanes():
-            while self._judge_front(lane, most, now) and most is not None:
-                pass
+        queue = state.waiting.queue
+        while (chosen := queue.next(now, self._may_go)) is not None:
+            self._let_go(chosen, now)
+        for waiting, reason in changed:
+            if state.waiting.get(*waiting.key) is waiting:
+                self._hold_anew(waiting, reason, now)
 
-    def _judge_front(self, lane: Lane, most: int | None, now: float) -> bool:
-        """True when a turn left and others may follow."""
-        waiting = self._state.waiting
-        before = waiting.ahead(lane)
-        for each in waiting.front(lane, most):
-            self._judge_one(each, now)
-        return 0 < waiting.ahead(lane) < before
-
-    def _judge_one(self, waiting: WaitingTurn, now: float, *, forced: bool = False) -> None:
+    def _judge_anew(self, now: float) -> list[tuple[WaitingTurn, Reason]]:
+        """Who waits for what, now. Returned are those whose reason is another."""
         state = self._state
-        decision = self._decide(waiting.turn, forced=forced)
+        changed: list[tuple[WaitingTurn, Reason]] = []
+        for waiting in list(state.waiting):
+            eligible = self._eligibility.of(waiting.turn)
+            if isinstance(eligible, str):
+                state.waiting.remove(waiting)
+                self._reject(waiting.turn, "context_length_exceeded", eligible)
+                continue
+            reason: Reason = "policy" if waiting.place.is_paced else "queue"
+            if isinstance(eligible, Wait):
+                reason = eligible.reason
+            state.waiting.queue.move(waiting.place, eligible.slots)
+            if reason != waiting.reason:
+                changed.append((waiting, reason))
+        return changed
+
+    def _let_go(self, chosen: Next, now: float) -> None:
+        state = self._state
+        place = chosen.place
+        waiting = state.waiting.of_key(place.key)
+        decision = self._decide(waiting.turn, place.policy_class, paced=place.is_paced)
         match decision:
             case Choice():
+                state.waiting.queue.charge(chosen)
                 self._grant(waiting.turn, self._pick(waiting.turn, decision), now)
             case Wait():
-                state.waiting.move(waiting, decision.lane)
-                if decision.reason != waiting.reason or forced:
-                    deadline = self._deadline(waiting.turn, decision.reason, now)
-                    state.waiting.postpone(waiting, decision.reason, now, deadline)
-                    self._hold(waiting, now)
+                # Its session was bound elsewhere meanwhile.
+                assert decision.slots != place.slots, "its line has room"
+                state.waiting.queue.move(place, decision.slots)
             case str():
                 state.waiting.remove(waiting)
                 self._reject(waiting.turn, "context_length_exceeded", decision)
 
+    def _force(self, waiting: WaitingTurn, now: float) -> None:
+        """Its time is up: it goes whatever the load, if there is anywhere to go."""
+        state = self._state
+        decision = self._decide(waiting.turn, waiting.place.policy_class, forced=True)
+        match decision:
+            case Choice():
+                state.counters["forced"] += 1
+                self._grant(waiting.turn, self._pick(waiting.turn, decision), now)
+            case Wait():
+                state.waiting.queue.move(waiting.place, decision.slots)
+                self._hold_anew(waiting, decision.reason, now)
+            case str():
+                state.waiting.remove(waiting)
+                self._reject(waiting.turn, "context_length_exceeded", decision)
+
+    def _hold_anew(self, waiting: WaitingTurn, reason: Reason, now: float) -> None:
+        self._state.waiting.postpone(waiting, reason, self._deadline(waiting.turn, reason))
+        self._hold(waiting, now)
+
     def send_on(self) -> None:
         """The ring moved: waiting turns whose key is another router's now are told. O(waiting)."""
         waiting = self._state.waiting
-        for each in [w for lane in waiting.lanes() for w in waiting.front(lane, None)]:
+        for each in list(waiting):
             if self._belongs_elsewhere(each.turn.route):
                 waiting.remove(each)
                 self._moved(each.turn)
@@ -351,7 +419,7 @@ class Placement:
                     retry_after_s=_RETRY_AFTER_S,
                 )
             else:
-                self._judge_one(waiting, now, forced=True)
+                self._force(waiting, now)
 
     def _reject(
         self, turn: Turn, code: RejectCode, message: str, *, retry_after_s: float = 0.0

@@ -98,6 +98,10 @@ class PrefixIndex:
         return any([index.sweep(budget) for index in self._tiers.values()])
 
     @property
+    def is_swept(self) -> bool:
+        return all([index.is_swept for index in self._tiers.values()])
+
+    @property
     def blocks(self) -> int:
         """Distinct blocks over tiers, those not yet swept included."""
         return sum(index.blocks for index in self._tiers.values())

@@ -15,11 +15,13 @@ from fermata.router.approximate import ApproximateIndex
 from fermata.router.lease import LeaseTable
 from fermata.router.load import Loads, Thresholds
 from fermata.router.model import Effects, Seats
+from fermata.router.overload import NoPrograms, Overload
 from fermata.router.owner import Owners
 from fermata.router.policy import PlacementPolicy, placement_policy
 from fermata.router.prefix_index import PrefixIndex
+from fermata.router.queue import Key
 from fermata.router.recent import Recent
-from fermata.router.waiting import Key, Waiting
+from fermata.router.waiting import Waiting
 from fermata.router.worker import ExpectedWorker, Workers
 
 BOOT_WAIT_S = 5.0
@@ -59,6 +61,8 @@ class RouterState:
         self.policy_revision = 0
         self.has_policy = policy is not None
         self.is_booting = True
+        self.is_settled = False
+        """Every worker had the time to say Hello: what none of them can do, none will."""
         self.booted_at = now
         self.ring = Ring(0, {config.id: config.endpoint})
         self.generator = Random(config.seed)
@@ -72,7 +76,8 @@ class RouterState:
         self.affinity = Affinity()
         self.workers = Workers(width_s=width_s)
         self.owners = Owners(width_s=width_s)
-        self.waiting = Waiting(width_s=width_s)
+        self.waiting = Waiting(self.policy.queue, width_s=width_s)
+        self.overload = Overload(NoPrograms())
         self.done: Recent[Key, int] = Recent(_MOST_RECENT)
         """Requests that need no lease any more, and their attempt: a late Route of theirs is not answered."""
         self.old_ends: Recent[LeaseId, None] = Recent(_MOST_RECENT)
@@ -86,7 +91,7 @@ class RouterState:
         """For people, since the shell last took them."""
         self._warned: Recent[str, None] = Recent(_MOST_RECENT)
         self._serial = 0
-        self.loads.apply(Thresholds(self.policy.overload, self.policy.queue))
+        self._apply_thresholds()
 
     @property
     def liveness(self) -> LivenessSpec:
@@ -107,12 +112,18 @@ class RouterState:
     def apply(self, policy: RouterPolicySpec) -> None:
         """The whole policy. Leases, affinity and what waits survive; waiting turns are judged anew."""
         before, self.policy = self.policy, policy
-        self.has_policy = True
+        is_switch, self.has_policy = self.has_policy, True
         if policy.scheduler != before.scheduler:
             self.placement_policy = self._make_placement()
-        self.loads.apply(Thresholds(policy.overload, policy.queue))
+        if policy != before:
+            self.waiting.apply(policy.queue, paced=is_switch)
+            self.overload.keep({each.name for each in self.waiting.classes})
+            self._apply_thresholds()
         self.index.limit_pairs = policy.kv.index_blocks
         self.must_judge_all = True
+
+    def _apply_thresholds(self) -> None:
+        self.loads.apply(Thresholds(self.policy.overload, self.waiting.classes.levels))
 
     def warn_once(self, text: str) -> None:
         if text not in self._warned:

@@ -30,7 +30,7 @@ def numbers(state: RouterState, now: float) -> dict[str, float]:
         "ring_epoch": state.ring.epoch,
         "pending_prefill_tokens": sum(load.pending_tokens for load in loads),
         "decode_blocks": sum(state.leases.decode_blocks(load.slot) for load in loads),
-        "slots_busy": (state.loads.busy | state.loads.full).bit_count(),
+        "slots_busy": (state.loads.busy | state.loads.above[0]).bit_count(),
         "uptime_s": now - state.booted_at,
         "leases_begun": state.leases.begun,
     }

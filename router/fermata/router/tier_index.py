@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from itertools import pairwise
 from typing import TypeAlias
 
-from fermata.router.chain_links import ROOT, ChainLinks, bits
+from fermata.router.chain_links import FORKED, ROOT, ChainLinks, bits
 from fermata.router.mask_bisection import NotClosed, bisect_masks
 
 Hashes: TypeAlias = "memoryview | array[int]"
@@ -146,8 +146,10 @@ class TierIndex:
         if mask & holder.bit:
             return 0
         links = self._links
-        if not links.twigs.keys().isdisjoint(run) or links.child.get(prev) != run[0]:
+        if not links.twigs.keys().isdisjoint(run[1:]):
             return self._add_each(holder, prev, run)
+        if links.child.get(prev) != run[0] and not links.gained(prev, run[0], holder.bit):
+            self._contradicted(mask | holder.bit)
         # One shared int for the run: 48 bytes a block less where many slots have it.
         entries = dict.fromkeys(run, mask | holder.bit)
         self._masks.update(entries)
@@ -223,8 +225,8 @@ class TierIndex:
 
     def _open_gap(self, holder: Holder, block: int, children: int) -> None:
         holder.gaps[block] = children
-        child = self._links.child[block]
-        if child >= 0:
+        child = self._links.child.get(block, FORKED)
+        if child != FORKED:
             holder.orphans[child] = block
 
     def _leave_gap(self, holder: Holder, block: int) -> None:
@@ -311,6 +313,10 @@ class TierIndex:
     def _mask(self, block: int) -> int:
         return self._masks.get(block) or self._older.get(block, 0)
 
+    @property
+    def is_swept(self) -> bool:
+        return not (self._retired or self._sweeping)
+
     def sweep(self, budget: int) -> bool:
         """Take bits of retired holders out of up to `budget` masks. True: there is more to do."""
         if not self._older:
@@ -322,7 +328,7 @@ class TierIndex:
         for _ in range(min(budget, len(older))):
             self._settle(*older.popitem())
         self._finish_sweep()
-        return bool(older or self._retired)
+        return not self.is_swept
 
     def _finish_sweep(self) -> None:
         if self._sweeping and not self._older:

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from fermata.core.ids import WorkerId
+from fermata.core.ids import LeaseId, WorkerId
 from fermata.router.expiry import Expiry
 from fermata.router.kv_feed import RankFeed
 from fermata.router.reconcile import Doubt
@@ -49,6 +49,8 @@ class Worker:
     sends_events: bool = False
     """It says so, or did. Else what its ranks have is learned from grants."""
     doubt: Doubt = field(default_factory=Doubt)
+    lacking: set[LeaseId] = field(default_factory=set[LeaseId])
+    """Accepted leases that its last list did not name."""
 
     @property
     def has_snapshots(self) -> bool:
