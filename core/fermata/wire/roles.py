@@ -30,6 +30,7 @@ from fermata.wire.messages import (
     Moved,
     Output,
     PolicyAck,
+    ProgramEnded,
     Progress,
     Refused,
     Reject,
@@ -58,7 +59,8 @@ _ALLOWED: dict[tuple[Role, Role], Kinds] = {
     (Role.ROUTER, Role.ROUTER): _PEER | {Handover, Welcome, HeartbeatAck},
     (Role.FRONTEND, Role.WORKER): _COMMON | {Generate, Abort},
     (Role.OPERATOR, Role.WORKER): _COMMON | {Drain},
-    (Role.ROUTER, Role.FRONTEND): _ANSWERS | {LeaseListRequest, Revoke, Grant, Hold, Reject, Moved},
+    (Role.ROUTER, Role.FRONTEND): _ANSWERS
+    | {LeaseListRequest, Revoke, Grant, Hold, Reject, Moved, ProgramEnded},
     (Role.ROUTER, Role.WORKER): _ANSWERS
     | {LeaseListRequest, Revoke, Fence, SnapshotRequest, HintPush, Drain, Demand},
     (Role.ROUTER, Role.OPERATOR): _ANSWERS | {PolicyAck, DrainStatus},

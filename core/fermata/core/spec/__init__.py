@@ -27,6 +27,7 @@ from fermata.core.spec.manifest import Manifests, load_manifests
 from fermata.core.spec.resource import API_VERSION, Metadata
 from fermata.core.spec.router_policy import (
     AffinitySpec,
+    AimdSpec,
     KvAwareSpec,
     KvSpec,
     LeasesSpec,
@@ -47,6 +48,7 @@ __all__ = [
     "AffinitySpec",
     "AgentDeployment",
     "AgentDeploymentSpec",
+    "AimdSpec",
     "ClockSpec",
     "Echo",
     "FrontendSpec",

@@ -45,6 +45,19 @@ class KvAwareSpec(Spec, frozen=True):
     """Bounded load: no slot above (1 + balance) x the mean of the eligible ones. Absent: off."""
 
 
+class AimdSpec(Spec, frozen=True):
+    """A window of active programs a slot, for engines that tell no capacity (CONCUR, arXiv 2601.22705)."""
+
+    initial: Annotated[float, Meta(ge=1.0)] = 8.0
+    increase: Annotated[float, Meta(gt=0.0)] = 2.0
+    """Programs more, after `turns` turns with at least `high` of the expected prefix in cache."""
+    decrease: Fraction = 0.75
+    """Factor after `turns` turns with less than `low`."""
+    low: Fraction = 0.5
+    high: Fraction = 0.8
+    turns: PositiveInt = 8
+
+
 class ThunderAgentSpec(Spec, frozen=True):
     """Program scheduling (arXiv 2602.13692; Dynamo's parameters)."""
 
@@ -58,6 +71,13 @@ class ThunderAgentSpec(Spec, frozen=True):
     pause_order: Literal[
         "SmallestFirst", "IdlestFirst", "TokensPerIdleSecond", "DeclaredPriority"
     ] = "SmallestFirst"
+    tool_gap_weight: Fraction = 1.0
+    """What a token of a program that waits for a tool counts for."""
+    human_gap_weight: Fraction = 0.5
+    """The same of one that waits for a person: it comes back later, if at all."""
+    new_programs: Literal["BehindPaused", "WhereRoom"] = "BehindPaused"
+    """A new program waits while a paused one with a waiting turn exists, or only where there is no room for it."""
+    aimd: AimdSpec = AimdSpec()
 
 
 class SchedulerSpec(Spec, frozen=True):
@@ -233,6 +253,12 @@ class RouterPolicySpec(Spec, frozen=True):
                 "scheduler.thunderAgent.resumeHysteresis",
                 f"{thunder.resume_hysteresis} is above pauseThreshold {thunder.pause_threshold}",
                 "lower it to pauseThreshold or below",
+            ))  # fmt: skip
+        if thunder.aimd.low > thunder.aimd.high:
+            found.append((
+                "scheduler.thunderAgent.aimd.low",
+                f"{thunder.aimd.low} is above high {thunder.aimd.high}",
+                "lower it to high or below",
             ))  # fmt: skip
         if self.scheduler.type == "ThunderAgent" and self.session_affinity.mode == "Hard":
             found.append((

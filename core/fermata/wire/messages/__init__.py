@@ -28,6 +28,7 @@ from fermata.wire.messages.frontend import (
     Moved,
     Output,
     OutputEntry,
+    ProgramEnded,
     Refused,
     Reject,
     Revoke,
@@ -56,6 +57,7 @@ from fermata.wire.messages.router import (
     RouterLoad,
     SetPolicy,
     SnapshotChunk,
+    TimingProfile,
     WorkerInfo,
 )
 from fermata.wire.messages.worker import (
@@ -108,6 +110,7 @@ __all__ = [
     "Output",
     "OutputEntry",
     "PolicyAck",
+    "ProgramEnded",
     "Progress",
     "RankDemand",
     "RankLoad",
@@ -125,6 +128,7 @@ __all__ = [
     "SnapshotRequest",
     "Status",
     "StatusRequest",
+    "TimingProfile",
     "Usage",
     "Welcome",
     "WorkerInfo",
@@ -138,7 +142,7 @@ ANY: tuple[type[Message], ...] = (
     LoadReport, SetPolicy, Handover,
     # To a frontend (Welcome, HeartbeatAck, LeaseListRequest and Revoke go to workers too)
     Welcome, HeartbeatAck, LeaseListRequest, Revoke, Grant, Hold, Reject, Moved, Accepted, Refused,
-    Output,
+    Output, ProgramEnded,
     # To a worker
     Generate, Abort, Fence, SnapshotRequest, HintPush, Demand,
     # To the operator

@@ -17,6 +17,15 @@ from fermata.wire.messages.common import Hints, Message, Part, Ring, SessionReco
 Tier = Literal["device", "host", "disk", "shared"]
 
 
+class TimingProfile(Part, frozen=True):
+    """How long a rank takes, for rules that weigh prefill against decoding: coefficients from the constant up."""
+
+    prefill_ms: list[float]
+    """Of a polynomial in the tokens of a prefill."""
+    decode_ms: list[float]
+    """Of one in the share of KV in use, for one step."""
+
+
 class WorkerInfo(Part, frozen=True):
     """What a worker can do. Capacities are per rank."""
 
@@ -36,6 +45,7 @@ class WorkerInfo(Part, frozen=True):
     revision: str = ""
     features: list[str] = []
     """`kv_events`, `priority`, `lora`, `hints`, `script_inputs` (wants Generate.script_inputs)."""
+    timing: TimingProfile | None = None
 
 
 class Hello(Message, frozen=True, tag=10):
@@ -78,7 +88,11 @@ class Bye(Message, frozen=True, tag=12):
 
 class Route(Message, frozen=True, tag=13):
     """Place a turn. Frame: u64 sequence hashes of its full routing blocks. Idempotent by (owner,
-    request, attempt)."""
+    request, attempt).
+
+    With `final` and no input it only ends its session's program: no engine is asked, and the answer
+    is ProgramEnded.
+    """
 
     request: RequestId
     attempt: int
@@ -123,6 +137,8 @@ class LeaseProgress(Part, frozen=True):
     request: RequestId = RequestId("")
     """With lease 0 and `cancelled` only: the client of this turn went away while its Route had no
     answer yet. A Grant that crosses it on the way is given back as any other."""
+    gap: Literal["", "tool", "human"] = ""
+    """finished: what its session waits for now, where the owner knows; else `reason` has to tell."""
 
 
 class Progress(Message, frozen=True, tag=14):
