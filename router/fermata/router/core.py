@@ -17,6 +17,7 @@ from fermata.core.ids import RouterId
 from fermata.core.ring import Ring
 from fermata.core.spec import RouterPolicySpec
 from fermata.router.fleet import Fleet
+from fermata.router.handover import Handovers
 from fermata.router.leasing import Leasing
 from fermata.router.model import Send
 from fermata.router.ownership import Ownership
@@ -39,7 +40,8 @@ class Router:
         """Without a policy it holds turns until SetPolicy, and serves with the defaults after `BOOT_WAIT_S`."""
         self.state = RouterState(config, policy=policy, now=now)
         self._leasing = Leasing(self.state)
-        self._fleet = Fleet(self.state, self._leasing)
+        self._handovers = Handovers(self.state)
+        self._fleet = Fleet(self.state, self._leasing, self._handovers)
         self._ownership = Ownership(self.state, self._leasing)
         self._placement = Placement(self.state, self._leasing)
 
@@ -63,6 +65,8 @@ class Router:
                 self._from_worker(sender, message, frame, now)
             case wire.Heartbeat():
                 self._acknowledge(sender, known=True)
+            case wire.Handover() if sender.role is wire.Role.ROUTER:
+                self._handovers.take(message, now)
             case _:
                 self.state.counters["unexpected_messages"] += 1
         return self._finish(now)
@@ -129,6 +133,7 @@ class Router:
         state.loads.check_integrity()
         state.affinity.check_integrity()
         state.approximate.check_integrity()
+        state.shares.check_integrity({slot for worker in state.workers for slot in worker.slots})
         state.workers.check_integrity()
         state.owners.check_integrity()
         state.waiting.check_integrity()
@@ -143,9 +148,10 @@ class Router:
     def _epilogue(self, now: float) -> None:
         state = self.state
         if state.is_booting and (
-            now >= state.boot_ends_at or (state.has_policy and state.workers.all_admitted)
+            now >= state.boot_ends_at or (state.has_policy and state.has_all_workers)
         ):
             state.is_booting = False
+            state.awaited.clear()
             state.must_judge_all = True
         if not state.is_settled and now >= state.boot_ends_at:
             state.is_settled = True
@@ -235,6 +241,8 @@ class Router:
                 self._acknowledge(sender, known=True)
             case wire.LoadReport():
                 self._fleet.load(worker, message, now)
+                if message.ranks:
+                    self.state.effects.send(sender, self._fleet.demand(worker, now))
             case wire.SnapshotChunk():
                 self._fleet.chunk(worker, message, frame.cast("Q"), now)
             case wire.LeaseList():
@@ -275,13 +283,17 @@ class Router:
         state.policy_revision = message.revision
         state.apply(policy)
         self._fleet.policy_changed(now)
-        self._apply_ring(message.ring)
+        self._apply_ring(message.ring, now)
         return []
 
-    def _apply_ring(self, ring: wire.Ring) -> None:
+    def _apply_ring(self, ring: wire.Ring, now: float) -> None:
         """A later epoch. Waiting turns whose key moved are sent on; granted leases stay until they end."""
         state = self.state
         if ring.epoch <= state.ring.epoch or not ring.members:
             return
+        before = state.ring
         state.ring = Ring(ring.epoch, {RouterId(name): at for name, at in ring.members})
+        self._handovers.ring_moved(before, now)
         self._placement.send_on()
+        for peer in (*state.owners.peers, *(worker.peer for worker in state.workers)):
+            self._acknowledge(peer, known=True)

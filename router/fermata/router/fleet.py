@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from math import inf
+
 import msgspec
 
 from fermata.core.ids import OwnerId, Slot, WorkerId
+from fermata.router.handover import Handovers
 from fermata.router.kv_feed import Heard, RankFeed
 from fermata.router.leasing import Leasing, RevokeReason
 from fermata.router.model import NO_HASHES
@@ -12,6 +15,7 @@ from fermata.router.state import RouterState
 from fermata.router.worker import Steps, Worker
 from fermata.wire.messages import (
     Bye,
+    Demand,
     DrainStatus,
     Fault,
     Fence,
@@ -20,6 +24,7 @@ from fermata.wire.messages import (
     KvEvents,
     LeaseListRequest,
     LoadReport,
+    RankDemand,
     RankLoad,
     SnapshotChunk,
     SnapshotRequest,
@@ -31,9 +36,12 @@ _MOST_RANKS = 256
 
 
 class Fleet:
-    def __init__(self, state: RouterState, leasing: Leasing) -> None:
+    def __init__(self, state: RouterState, leasing: Leasing, handovers: Handovers) -> None:
         self._state = state
         self._leasing = leasing
+        self._handovers = handovers
+        self._waiting_tokens = 0
+        self._waiting_counted_at = -inf
 
     def hello(self, peer: Peer, message: Hello, now: float) -> bool:
         """False: it can not be taken, and was told why."""
@@ -95,12 +103,14 @@ class Fleet:
         state.workers.add(worker)
         for slot in slots:
             state.loads.open(slot, info)
+            state.shares.open(slot, capacity=state.loads[slot].capacity_blocks * self._block_size)
         worker.sends_events = "kv_events" in info.features
         if not worker.sends_events:
             state.warn_once(
                 f"worker sends no KV events, its prefixes are learned from own grants worker={name}"
             )
         self._choose_index(worker, now)
+        self._handovers.registered(worker, now)
         wait_s = state.real(state.liveness.snapshot_wait_s)
         state.workers.snapshots.set(name, now + wait_s)
         state.counters["workers_registered"] += 1
@@ -209,6 +219,7 @@ class Fleet:
         elif message.stored:
             self._has_events(worker)
         self._heard(worker, feed, feed.chunk(message, hashes), now)
+        self._handovers.remember(message.sessions, feed.slot, now)
         if not worker.is_admitted and worker.has_snapshots:
             self._admit(worker)
 
@@ -255,6 +266,8 @@ class Fleet:
         slot = worker.slots[rank.rank]
         if state.loads.report(slot, rank):
             state.must_judge = True
+        if state.shares.told(slot, tokens=rank.share_tokens, number=rank.share_number):
+            state.must_judge = True
         if worker.steps_seen(rank.rank, rank, now) and slot in worker.stalled:
             worker.stalled.discard(slot)
             self._renew(worker)
@@ -263,6 +276,30 @@ class Fleet:
             state.workers.stalls.set(slot, since + state.real(state.liveness.stall_timeout_s))
         else:
             state.workers.stalls.cancel(slot)
+
+    def demand(self, worker: Worker, now: float) -> Demand:
+        """What the shares of its ranks are struck by."""
+        state = self._state
+        waiting = self._waiting_a_slot(now)
+        return Demand(
+            [
+                RankDemand(
+                    rank=rank,
+                    charged_tokens=state.charged_tokens(slot),
+                    waiting_tokens=waiting,
+                    share_number=state.shares.number(slot),
+                )
+                for rank, slot in enumerate(worker.slots)
+            ]
+        )
+
+    def _waiting_a_slot(self, now: float) -> int:
+        """Tokens that wait for room, spread over the slots. Counted once for all workers that ask at about one time."""
+        state = self._state
+        if now - self._waiting_counted_at >= state.real(state.liveness.heartbeat_s) / 2:
+            self._waiting_counted_at = now
+            self._waiting_tokens = state.waiting_tokens()
+        return -(-self._waiting_tokens // max(1, state.workers.ready.bit_count()))
 
     def tick(self, now: float) -> None:
         workers = self._state.workers
@@ -289,6 +326,10 @@ class Fleet:
         self._renew(worker)
         self._leasing.revoke(self._state.leases.of_slot(slot), "worker_stalled", now)
         self._state.affinity.lose_slot(slot)
+
+    @property
+    def _block_size(self) -> int:
+        return self._state.config.block_size
 
     @property
     def _timeout_s(self) -> float:

@@ -248,7 +248,7 @@ class Leasing:
             pending_tokens=0 if claim.prefilled else max(0, claim.input_tokens),
             node=state.leases.promises.hold(slot, hashes),
             grant=None,
-            bound=state.affinity.granted(affinity_key(claim.session, claim.parent)),
+            bound=state.affinity.granted(affinity_key(claim.session, claim.parent), claim.key),
             accepted=claim.accepted,
             output_tokens=max(0, claim.output_tokens),
         )

@@ -55,7 +55,7 @@ class Placement:
             return
         model = state.config.models.get(route.model)
         hashes = frame.cast("Q") if len(frame) else NO_HASHES
-        turn = Turn(owner.peer, route, model or "", hashes, now - max(0.0, route.waited_s))
+        turn = Turn(owner.peer, route, model or "", hashes, self._since(owner, route, now))
         if self._belongs_elsewhere(route):
             self._moved(turn)
             return
@@ -68,6 +68,12 @@ class Placement:
             self._reject(turn, "invalid_request", "more block hashes than input")
         else:
             self._place_or_wait(turn, now)
+
+    def _since(self, owner: Owner, route: Route, now: float) -> float:
+        """When it began to wait, by what its owner and the router that held it say."""
+        since = now - max(0.0, route.waited_s)
+        handed = self._state.handed.get((owner.peer.id, route.request))
+        return since if handed is None else min(since, handed)
 
     def wire_ring(self) -> WireRing:
         ring = self._state.ring
@@ -234,7 +240,7 @@ class Placement:
             pending_tokens=max(0, route.input_tokens - matched * state.config.block_size),
             node=state.leases.promises.hold(slot, turn.hashes),
             grant=grant,
-            bound=state.affinity.granted(affinity_key(route.session, route.parent)),
+            bound=state.affinity.granted(affinity_key(route.session, route.parent), route.key),
             expected_tokens=self._expected_tokens(route, slot),
         )
         state.leases.begin(lease, is_present=True, dispatch_by=now + state.dispatch_timeout_s)

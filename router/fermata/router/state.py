@@ -21,6 +21,7 @@ from fermata.router.policy import PlacementPolicy, placement_policy
 from fermata.router.prefix_index import PrefixIndex
 from fermata.router.queue import Key
 from fermata.router.recent import Recent
+from fermata.router.shares import Shares
 from fermata.router.waiting import Waiting
 from fermata.router.worker import ExpectedWorker, Workers
 
@@ -74,12 +75,18 @@ class RouterState:
         self.leases = LeaseTable(block_size=config.block_size, width_s=width_s)
         self.loads = Loads(router=config.number, block_size=config.block_size, leases=self.leases)
         self.affinity = Affinity()
+        self.shares = Shares()
         self.workers = Workers(width_s=width_s)
         self.owners = Owners(width_s=width_s)
         self.waiting = Waiting(self.policy.queue, width_s=width_s)
         self.overload = Overload(NoPrograms())
         self.done: Recent[Key, int] = Recent(_MOST_RECENT)
         """Requests that need no lease any more, and their attempt: a late Route of theirs is not answered."""
+        self.handed: Recent[Key, float] = Recent(_MOST_RECENT)
+        """Since when turns wait that another router held: they may be asked about here next."""
+        self.awaited: set[WorkerId] = set()
+        """Workers that a router that had our keys knows and that we do not."""
+        self._settles_at = 0.0
         self.old_ends: Recent[LeaseId, None] = Recent(_MOST_RECENT)
         """Ended leases of earlier boots: a late claim does not bring them back."""
         self.must_judge = False
@@ -107,7 +114,21 @@ class RouterState:
 
     @property
     def boot_ends_at(self) -> float:
-        return self.booted_at + self.real(BOOT_WAIT_S)
+        return max(self.booted_at + self.real(BOOT_WAIT_S), self._settles_at)
+
+    def await_workers(self, names: set[WorkerId], now: float) -> None:
+        """We are new in the ring: turns wait until these are in, as at a boot, and as long at most."""
+        self.awaited |= names
+        self._settles_at = now + self.real(BOOT_WAIT_S)
+        self.is_booting = True
+        self.is_settled = False
+        self.must_judge_all = True
+
+    @property
+    def has_all_workers(self) -> bool:
+        """As far as we have heard."""
+        known = (self.workers.by_id(name) for name in self.awaited)
+        return self.workers.all_admitted and all(w is not None and w.is_admitted for w in known)
 
     def apply(self, policy: RouterPolicySpec) -> None:
         """The whole policy. Leases, affinity and what waits survive; waiting turns are judged anew."""
@@ -141,6 +162,7 @@ class RouterState:
         self.loads.close(slot)
         self.index.drop(slot)
         self.approximate.close(slot)
+        self.shares.close(slot)
         self.affinity.lose_slot(slot)
         self.seats.leave(slot)
 
@@ -153,6 +175,14 @@ class RouterState:
         if rank not in expected.slots:
             expected.slots[rank] = self.open_slot(Slot(worker, rank))
         return expected.slots[rank]
+
+    def charged_tokens(self, slot: int) -> int:
+        """What we fill of the slot."""
+        return self.leases.decode_blocks(slot) * self.config.block_size
+
+    def waiting_tokens(self) -> int:
+        """What waits for room. O(waiting)."""
+        return sum(waiting.place.input_tokens for waiting in self.waiting)
 
     def next_lease_id(self) -> LeaseId:
         if self._serial == _MOST_SERIALS:

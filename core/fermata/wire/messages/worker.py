@@ -73,7 +73,7 @@ class RankDemand(Part, frozen=True):
 
 
 class Demand(Message, frozen=True, tag=55):
-    """Router -> worker, in answer to each Heartbeat: what the shares of the KV budget are struck by."""
+    """Router -> worker, in answer to each LoadReport: what the shares of the KV budget are struck by."""
 
     ranks: list[RankDemand]
 
