@@ -11,6 +11,8 @@ from fermata.wire.messages import (
     Demand,
     Drain,
     DrainStatus,
+    ExplainRequest,
+    Explanation,
     Fault,
     Fence,
     Generate,
@@ -31,6 +33,8 @@ from fermata.wire.messages import (
     Output,
     PolicyAck,
     ProgramEnded,
+    Programs,
+    ProgramsRequest,
     Progress,
     Refused,
     Reject,
@@ -50,20 +54,21 @@ Kinds = frozenset[type[Message]]
 _COMMON: Kinds = frozenset({Fault, StatusRequest, Status})
 _PEER: Kinds = _COMMON | {Hello, Heartbeat, Bye}
 _ANSWERS: Kinds = _COMMON | {Welcome, HeartbeatAck}
+_QUESTIONS: Kinds = frozenset({ExplainRequest, ProgramsRequest})
 
 _ALLOWED: dict[tuple[Role, Role], Kinds] = {
-    (Role.FRONTEND, Role.ROUTER): _PEER | {Route, Progress, LeaseClaims, LeaseList},
+    (Role.FRONTEND, Role.ROUTER): _PEER | _QUESTIONS | {Route, Progress, LeaseClaims, LeaseList},
     (Role.WORKER, Role.ROUTER): _PEER
     | {LeaseList, KvEvents, SnapshotChunk, LoadReport, DrainStatus},
-    (Role.OPERATOR, Role.ROUTER): _PEER | {SetPolicy, Drain},
+    (Role.OPERATOR, Role.ROUTER): _PEER | _QUESTIONS | {SetPolicy, Drain},
     (Role.ROUTER, Role.ROUTER): _PEER | {Handover, Welcome, HeartbeatAck},
     (Role.FRONTEND, Role.WORKER): _COMMON | {Generate, Abort},
     (Role.OPERATOR, Role.WORKER): _COMMON | {Drain},
     (Role.ROUTER, Role.FRONTEND): _ANSWERS
-    | {LeaseListRequest, Revoke, Grant, Hold, Reject, Moved, ProgramEnded},
+    | {LeaseListRequest, Revoke, Grant, Hold, Reject, Moved, ProgramEnded, Programs, Explanation},
     (Role.ROUTER, Role.WORKER): _ANSWERS
     | {LeaseListRequest, Revoke, Fence, SnapshotRequest, HintPush, Drain, Demand},
-    (Role.ROUTER, Role.OPERATOR): _ANSWERS | {PolicyAck, DrainStatus},
+    (Role.ROUTER, Role.OPERATOR): _ANSWERS | {PolicyAck, DrainStatus, Programs, Explanation},
     (Role.WORKER, Role.FRONTEND): _COMMON | {Accepted, Refused, Output},
     (Role.WORKER, Role.OPERATOR): _COMMON | {DrainStatus},
 }

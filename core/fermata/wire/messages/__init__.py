@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from fermata.wire.messages.common import (
     Batch,
+    Candidate,
+    Decision,
     Drain,
     DrainStatus,
+    Explanation,
     Fault,
     Hints,
     KvAction,
     KvHints,
     Message,
+    ProgramRow,
+    Programs,
     Ring,
     Role,
     Sampling,
@@ -36,7 +41,10 @@ from fermata.wire.messages.frontend import (
 )
 from fermata.wire.messages.operator import PolicyAck
 from fermata.wire.messages.router import (
+    LEFT_RING,
+    NO_EPOCH,
     Bye,
+    ExplainRequest,
     Handover,
     Heartbeat,
     HeldTurn,
@@ -51,6 +59,7 @@ from fermata.wire.messages.router import (
     LeaseList,
     LeaseProgress,
     LoadReport,
+    ProgramsRequest,
     Progress,
     RankLoad,
     Route,
@@ -73,13 +82,19 @@ from fermata.wire.messages.worker import (
 __all__ = [
     "ANY",
     "FRAME_ITEM_BYTES",
+    "LEFT_RING",
+    "NO_EPOCH",
     "Abort",
     "Accepted",
     "Batch",
     "Bye",
+    "Candidate",
+    "Decision",
     "Demand",
     "Drain",
     "DrainStatus",
+    "ExplainRequest",
+    "Explanation",
     "Fault",
     "Fence",
     "Generate",
@@ -111,6 +126,9 @@ __all__ = [
     "OutputEntry",
     "PolicyAck",
     "ProgramEnded",
+    "ProgramRow",
+    "Programs",
+    "ProgramsRequest",
     "Progress",
     "RankDemand",
     "RankLoad",
@@ -136,10 +154,10 @@ __all__ = [
 
 ANY: tuple[type[Message], ...] = (
     # Shared
-    Batch, Fault, Drain, DrainStatus, StatusRequest, Status,
+    Batch, Fault, Drain, DrainStatus, StatusRequest, Status, Programs, Explanation,
     # To a router
     Hello, Heartbeat, Bye, Route, Progress, LeaseClaims, LeaseList, KvEvents, SnapshotChunk,
-    LoadReport, SetPolicy, Handover,
+    LoadReport, SetPolicy, Handover, ExplainRequest, ProgramsRequest,
     # To a frontend (Welcome, HeartbeatAck, LeaseListRequest and Revoke go to workers too)
     Welcome, HeartbeatAck, LeaseListRequest, Revoke, Grant, Hold, Reject, Moved, Accepted, Refused,
     Output, ProgramEnded,

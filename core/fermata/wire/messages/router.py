@@ -15,6 +15,8 @@ from fermata.core.ids import (
 from fermata.wire.messages.common import Hints, Message, Part, Ring, SessionRecord, Usage
 
 Tier = Literal["device", "host", "disk", "shared"]
+NO_EPOCH = (1 << 62) - 1
+"""Of a Route that is not sent by the ring."""
 
 
 class TimingProfile(Part, frozen=True):
@@ -81,6 +83,10 @@ class Heartbeat(Message, frozen=True, tag=11):
     within a second."""
 
 
+LEFT_RING = "left the ring"
+"""Reason of a Bye to a router that owns no key any more, by a peer that has no lease of it: it lives on elsewhere."""
+
+
 class Bye(Message, frozen=True, tag=12):
     incarnation: int
     reason: str = ""
@@ -91,7 +97,8 @@ class Route(Message, frozen=True, tag=13):
     request, attempt).
 
     With `final` and no input it only ends its session's program: no engine is asked, and the answer
-    is ProgramEnded.
+    is ProgramEnded. Such a one goes to every router, with an epoch above any (`NO_EPOCH`): who has
+    the program ends it, whatever the ring.
     """
 
     request: RequestId
@@ -287,3 +294,26 @@ class Handover(Message, frozen=True, tag=21):
     turns: list[HeldTurn]
     workers: list[WorkerId] = []
     """Those the sender knows: the receiver, if it is new, waits for them before it places turns."""
+
+
+class ExplainRequest(Message, frozen=True, tag=22):
+    """Operator, frontend -> router: what was decided lately, newest first. Answered by
+    Explanation."""
+
+    request: RequestId = RequestId("")
+    """Of this turn alone, all its attempts. Empty: of any."""
+    prefix: str = ""
+    """Only of sessions whose name begins so: a tenant asks about its own."""
+    limit: int = 10
+
+
+class ProgramsRequest(Message, frozen=True, tag=23):
+    """Operator, frontend -> router: a page of its programs, by session. Answered by Programs."""
+
+    request: RequestId = RequestId("")
+    """Comes back in the answer."""
+    after: SessionId = SessionId("")
+    """Last session of the page before."""
+    prefix: str = ""
+    """Only sessions whose name begins so."""
+    limit: int = 1000
