@@ -40,7 +40,7 @@ class Router:
         """Without a policy it holds turns until SetPolicy, and serves with the defaults after `BOOT_WAIT_S`."""
         self.state = RouterState(config, policy=policy, now=now)
         self._leasing = Leasing(self.state)
-        self._handovers = Handovers(self.state)
+        self._handovers = Handovers(self.state, self.state.programs)
         self._fleet = Fleet(self.state, self._leasing, self._handovers)
         self._ownership = Ownership(self.state, self._leasing)
         self._placement = Placement(self.state, self._leasing)
@@ -80,6 +80,10 @@ class Router:
         self._leasing.dispatch_timeouts(now)
         state.affinity.expire(now, state.policy.session_affinity.ttl_s)
         state.approximate.expire(now)
+        state.programs.expire(now)
+        if state.admission is not None:
+            due = state.admission.next_round()
+            state.admission.is_due |= due is not None and due <= now
         self._epilogue(now)
         self._placement.tick(now)
         state.index.sweep(_SWEEP_ENTRIES)
@@ -98,10 +102,16 @@ class Router:
             state.waiting.deadlines.next(),
             state.affinity.next_expiry(state.policy.session_affinity.ttl_s),
             state.approximate.next_expiry(),
+            state.programs.idle.next(),
+            self._next_round(),
             state.boot_ends_at if not state.is_settled else None,
             now + state.real(_SWEEP_EVERY_S) if not state.index.is_swept else None,
         ]
         return min((at for at in deadlines if at is not None), default=None)
+
+    def _next_round(self) -> float | None:
+        state = self.state
+        return None if state.admission is None or state.is_booting else state.admission.next_round()
 
     def status(self, now: float) -> wire.Status:
         state = self.state
@@ -137,6 +147,9 @@ class Router:
         state.workers.check_integrity()
         state.owners.check_integrity()
         state.waiting.check_integrity()
+        state.programs.check_integrity()
+        if state.admission is not None:
+            state.admission.check_integrity()
         held = {slot for worker in state.workers for slot in worker.slots}
         held |= {slot for w in state.workers.expected.values() for slot in w.slots.values()}
         assert held == state.seats.taken()
@@ -156,8 +169,26 @@ class Router:
         if not state.is_settled and now >= state.boot_ends_at:
             state.is_settled = True
             state.must_judge_all = True
+        if state.admission is not None and state.admission.is_due and not state.is_booting:
+            self._placement.admit(now)
         if state.must_judge or state.must_judge_all:
             self._placement.judge(now)
+        self._hint_released()
+
+    def _hint_released(self) -> None:
+        """Programs that ended left KV which nobody will ask for: engines that take hints may drop it first."""
+        state = self.state
+        for released in state.programs.take_released():
+            worker = state.workers.of_slot(released.slot)
+            if worker is None or not state.policy.kv.hints or "hints" not in worker.info.features:
+                continue
+            state.counters["evict_hints"] += 1
+            payload = {"session_id": released.session, "block_hash": released.leaf}
+            action = wire.KvAction(f"evict-{released.session}", "kv.evict", "1.0", payload)
+            rank = state.seats[released.slot].rank
+            state.effects.send(
+                worker.peer, wire.HintPush(rank, wire.KvHints([action], action.action_id))
+            )
 
     def _forgive(self, now: float) -> None:
         state = self.state
@@ -222,7 +253,7 @@ class Router:
             case wire.LeaseList():
                 self._leasing.owner_list(owner, message, frame.cast("Q"), now)
             case wire.Bye():
-                self._ownership.bye(owner, now)
+                self._ownership.bye(owner, message, now)
             case _:
                 self.state.counters["unexpected_messages"] += 1
 
@@ -294,6 +325,6 @@ class Router:
         before = state.ring
         state.ring = Ring(ring.epoch, {RouterId(name): at for name, at in ring.members})
         self._handovers.ring_moved(before, now)
-        self._placement.send_on()
+        self._placement.send_on(now)
         for peer in (*state.owners.peers, *(worker.peer for worker in state.workers)):
             self._acknowledge(peer, known=True)

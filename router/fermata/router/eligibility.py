@@ -31,8 +31,8 @@ class Eligibility:
     def __init__(self, state: RouterState) -> None:
         self._state = state
 
-    def of(self, turn: Turn) -> Eligible | Wait | str:
-        """A text says why no worker here can ever take it."""
+    def of(self, turn: Turn, *, forced: bool = False) -> Eligible | Wait | str:
+        """A text says why no worker here can ever take it. `forced`: its program's admission has no say any more."""
         state = self._state
         if state.is_booting:
             has_nobody = state.has_policy and not len(state.workers)
@@ -47,7 +47,20 @@ class Eligibility:
         bound = self._bound(turn, eligible)
         if bound is not None and self._is_hard(turn):
             eligible = 1 << bound
-        return Eligible(eligible, bound)
+        return self._admitted(turn, eligible, bound, forced=forced)
+
+    def _admitted(
+        self, turn: Turn, eligible: int, bound: int | None, *, forced: bool
+    ) -> Eligible | Wait:
+        """What the admission of its program leaves of them."""
+        state = self._state
+        own = state.programs.turn((turn.owner.id, turn.route.request))
+        if state.admission is None or own is None:
+            return Eligible(eligible, bound)
+        if forced:
+            return Eligible(state.admission.force(own, eligible), bound)
+        slots = state.admission.turn_ready(own, eligible, is_again=turn.route.attempt > 0)
+        return Wait(slots) if isinstance(slots, str) else Eligible(slots, bound)
 
     def _fitting(self, slots: int, turn: Turn) -> int:
         """Those whose window has room for the input and a token."""

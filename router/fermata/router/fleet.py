@@ -22,6 +22,8 @@ from fermata.wire.messages import (
     Heartbeat,
     Hello,
     KvEvents,
+    KvRemoved,
+    KvStored,
     LeaseListRequest,
     LoadReport,
     RankDemand,
@@ -103,7 +105,9 @@ class Fleet:
         state.workers.add(worker)
         for slot in slots:
             state.loads.open(slot, info)
-            state.shares.open(slot, capacity=state.loads[slot].capacity_blocks * self._block_size)
+            capacity = state.loads[slot].capacity_blocks * self._block_size
+            state.shares.open(slot, capacity=capacity)
+            state.programs.resize_slot(slot, capacity or None, model=info.model)
         worker.sends_events = "kv_events" in info.features
         if not worker.sends_events:
             state.warn_once(
@@ -208,7 +212,18 @@ class Fleet:
             return
         if message.events:
             self._has_events(worker)
-        self._heard(worker, feed, feed.events(message, hashes), now)
+        heard = feed.events(message, hashes)
+        if heard is Heard.APPLIED:
+            self._evicted(feed.slot, message, hashes)
+        self._heard(worker, feed, heard, now)
+
+    def _evicted(self, slot: int, message: KvEvents, hashes: memoryview) -> None:
+        """Idle chains whose eviction began. O(blocks removed)."""
+        at = 0
+        for event in message.events:
+            if isinstance(event, KvRemoved) and event.tier == "device":
+                self._state.programs.removed(slot, hashes[at : at + event.count])
+            at += event.count if isinstance(event, KvStored | KvRemoved) else 0
 
     def chunk(self, worker: Worker, message: SnapshotChunk, hashes: memoryview, now: float) -> None:
         feed = self._feed(worker, message.rank)
@@ -268,6 +283,8 @@ class Fleet:
             state.must_judge = True
         if state.shares.told(slot, tokens=rank.share_tokens, number=rank.share_number):
             state.must_judge = True
+            if worker.info.kv_blocks.get("device"):
+                state.programs.resize_slot(slot, state.shares.tokens(slot), model=worker.info.model)
         if worker.steps_seen(rank.rank, rank, now) and slot in worker.stalled:
             worker.stalled.discard(slot)
             self._renew(worker)

@@ -70,7 +70,7 @@ class GapHistogram:
         return [self._best_rate(at) for at in range(_BINS)]
 
     def _best_rate(self, at: int) -> float:
-        """max over d of P(gap <= a + d | gap > a) / E[min(gap - a, d) | gap > a], where a is the edge before bin `at`."""
+        """max over d of P(gap <= a + d | gap > a) / E[min(gap - a, d) | gap > a], with a the edge before bin `at`."""
         away = sum(self._counts[at:])
         if away <= 0:
             return 1 / max(self.mean_s, EDGES[at])

@@ -4,9 +4,9 @@ A program's charge is the chain of its last turn (full blocks), its tail (the un
 since), and a reserve for growth. Chains live in one `ChainTrie` whose holders are (slot, group), so a charge, a release
 and a program that changes its group cost O(log chain + forks along it), and every sum is read in O(1).
 
-Groups nest, which is how a block that a running and an idle program share gets the dearer of the two weights: `REASONING`
-holds the programs with a turn, `TOOL` these and those in a tool gap, `HUMAN` all. `STAYING` holds all but those marked
-to be paused when their turn ends: what will be left of the use.
+Groups nest, which is how a block that a running and an idle program share gets the dearer of the two weights:
+`REASONING` holds the programs with a turn, `TOOL` these and those in a tool gap, `HUMAN` all. `STAYING` holds all but
+those marked to be paused when their turn ends: what will be left of the use.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ class Room:
     """One slot while it is open; a slot number used again is another room."""
 
     slot: int
-    capacity: int
-    """Tokens; 0 where the worker publishes none."""
+    capacity: int | None
+    """Tokens; None where the worker publishes none."""
+    model: str
     is_open: bool = True
     tails: list[int] = field(default_factory=lambda: [0] * 4)
     counts: list[int] = field(default_factory=lambda: [0] * 4)
@@ -86,18 +87,19 @@ class Occupancy:
         changed, self._changed = self._changed, set()
         return changed
 
-    def open(self, slot: int, capacity: int) -> Room:
+    def open(self, slot: int, capacity: int | None, *, model: str) -> Room:
         assert slot not in self._rooms
-        room = self._rooms[slot] = Room(slot, max(0, capacity))
+        room = self._rooms[slot] = Room(slot, capacity, model)
         self._changed.add(slot)
         return room
 
-    def resize(self, slot: int, capacity: int) -> bool:
+    def resize(self, slot: int, capacity: int | None, *, model: str) -> bool:
         """True when that changed it."""
         room = self._rooms[slot]
-        if room.capacity == max(0, capacity):
+        room.model = model
+        if room.capacity == capacity:
             return False
-        room.capacity = max(0, capacity)
+        room.capacity = capacity
         self._changed.add(slot)
         return True
 

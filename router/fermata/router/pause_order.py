@@ -25,7 +25,7 @@ class PauseOrder(Protocol):
 
 
 class SmallestFirst:
-    """To pause costs a prefill of the context later, which grows faster than the context: many small ones are cheaper."""
+    """Pausing costs a prefill of the context later, which grows faster than it does: many small ones are cheaper."""
 
     is_static = True
 
@@ -97,10 +97,11 @@ class PauseQueue:
     def __contains__(self, program: Program) -> bool:
         return program in self._heap
 
-    def put(self, program: Program, now: float) -> None:
+    def put(self, program: Program) -> None:
         """Anew, when it is there already: its key may have changed."""
         self.discard(program)
-        self._heap.push(self.key(program, now) if self._order.is_static else (0.0, 0.0), program)
+        key = self.key(program, program.acting_since) if self._order.is_static else (0.0, 0.0)
+        self._heap.push(key, program)
 
     def discard(self, program: Program) -> None:
         if program in self._heap:

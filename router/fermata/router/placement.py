@@ -17,7 +17,7 @@ from fermata.router.prefix_index import Match
 from fermata.router.queue import Line, Next, Place
 from fermata.router.state import RouterState
 from fermata.router.waiting import Reason, WaitingTurn
-from fermata.wire.messages import Grant, Hints, Hold, Moved, Reject, Route
+from fermata.wire.messages import Grant, Hints, Hold, Moved, ProgramEnded, Reject, Route
 from fermata.wire.messages import Ring as WireRing
 
 RejectCode = Literal[
@@ -57,17 +57,43 @@ class Placement:
         hashes = frame.cast("Q") if len(frame) else NO_HASHES
         turn = Turn(owner.peer, route, model or "", hashes, self._since(owner, route, now))
         if self._belongs_elsewhere(route):
-            self._moved(turn)
+            self._moved(turn, now)
+            return
+        if route.final and route.input_tokens < 1:
+            known = state.programs.release(route.session, drops_kv=True)
+            state.effects.send(owner.peer, ProgramEnded(route.request, route.attempt, known))
             return
         state.counters["routes"] += 1
         if model is None:
-            self._reject(turn, "not_found", f"no model {route.model!r} here")
+            self._reject(turn, "not_found", f"no model {route.model!r} here", now)
         elif route.input_tokens < 1:
-            self._reject(turn, "invalid_request", "no input")
+            self._reject(turn, "invalid_request", "no input", now)
         elif len(hashes) * state.config.block_size > route.input_tokens:
-            self._reject(turn, "invalid_request", "more block hashes than input")
+            self._reject(turn, "invalid_request", "more block hashes than input", now)
         else:
+            self._begin(turn, now)
             self._place_or_wait(turn, now)
+
+    def _begin(self, turn: Turn, now: float) -> None:
+        """Its session's program is Reasoning from now on."""
+        route = turn.route
+        self._state.programs.begin(
+            (turn.owner.id, route.request),
+            session=route.session,
+            chain=turn.hashes,
+            tokens=route.input_tokens,
+            now=now,
+            parent=route.parent,
+            routing_key=route.key,
+            model=turn.model,
+            inferred=route.inferred,
+            final=route.final,
+            priority=route.hints.priority,
+        )
+
+    def _gone(self, turn: Turn, now: float) -> None:
+        """It will not be granted: its program stands as it stood before."""
+        self._state.programs.end((turn.owner.id, turn.route.request), "cancelled", now)
 
     def _since(self, owner: Owner, route: Route, now: float) -> float:
         """When it began to wait, by what its owner and the router that held it say."""
@@ -113,6 +139,7 @@ class Placement:
                 self._hold(waiting, now)
                 return True
             state.waiting.remove(waiting)
+            self._gone(waiting.turn, now)
         return False
 
     def _place_or_wait(self, turn: Turn, now: float) -> None:
@@ -130,13 +157,13 @@ class Placement:
             case Wait():
                 self._wait_unless_refused(turn, policy_class, decision, now)
             case str():
-                self._reject(turn, "context_length_exceeded", decision)
+                self._reject(turn, "context_length_exceeded", decision, now)
 
     def _decide(
         self, turn: Turn, policy_class: PolicyClass, *, paced: bool = False, forced: bool = False
     ) -> Choice | Wait | str:
         """A text says why no worker here can ever take it. `forced` ignores load."""
-        eligible = self._eligibility.of(turn)
+        eligible = self._eligibility.of(turn, forced=forced)
         if not isinstance(eligible, Eligible):
             return eligible
         slots = eligible.slots
@@ -244,6 +271,7 @@ class Placement:
             expected_tokens=self._expected_tokens(route, slot),
         )
         state.leases.begin(lease, is_present=True, dispatch_by=now + state.dispatch_timeout_s)
+        state.programs.granted((turn.owner.id, route.request), slot)
         state.loads.renew(slot)
 
     def _expected_tokens(self, route: Route, slot: int) -> int:
@@ -272,7 +300,7 @@ class Placement:
             state.counters["overloaded"] += 1
             most = state.policy.overload.retry_after_max_s
             retry_after_s = state.overload.retry_after_s(policy_class, use, now, most=most)
-            self._reject(turn, "overloaded", why, retry_after_s=retry_after_s)
+            self._reject(turn, "overloaded", why, now, retry_after_s=retry_after_s)
 
     def _wait(self, turn: Turn, policy_class: PolicyClass, wait: Wait, now: float) -> None:
         state = self._state
@@ -351,7 +379,7 @@ class Placement:
             eligible = self._eligibility.of(waiting.turn)
             if isinstance(eligible, str):
                 state.waiting.remove(waiting)
-                self._reject(waiting.turn, "context_length_exceeded", eligible)
+                self._reject(waiting.turn, "context_length_exceeded", eligible, now)
                 continue
             reason: Reason = "policy" if waiting.place.is_paced else "queue"
             if isinstance(eligible, Wait):
@@ -371,12 +399,33 @@ class Placement:
                 state.waiting.queue.charge(chosen)
                 self._grant(waiting.turn, self._pick(waiting.turn, decision), now)
             case Wait():
-                # Its session was bound elsewhere meanwhile.
+                # Its session was bound elsewhere meanwhile, or its program has to wait now.
                 assert decision.slots != place.slots, "its line has room"
                 state.waiting.queue.move(place, decision.slots)
+                if not decision.slots:
+                    self._hold_anew(waiting, decision.reason, now)
             case str():
                 state.waiting.remove(waiting)
-                self._reject(waiting.turn, "context_length_exceeded", decision)
+                self._reject(waiting.turn, "context_length_exceeded", decision, now)
+
+    def admit(self, now: float) -> None:
+        """A round of admission: the turns of programs that have a place now stand in the queue for it."""
+        state = self._state
+        assert state.admission is not None
+        freed: list[WaitingTurn] = []
+        for program in state.admission.round(now):
+            for key in [turn.key for turn in program.turns.values() if not turn.is_running]:
+                waiting = state.waiting.get(*key)
+                eligible = None if waiting is None else self._eligibility.of(waiting.turn)
+                # Whatever else it would have to wait for now, it is judged anew when that changes.
+                if waiting is not None and isinstance(eligible, Eligible):
+                    state.waiting.queue.move(waiting.place, eligible.slots)
+                    freed.append(waiting)
+        if freed:
+            self.judge(now)
+        for waiting in freed:
+            if state.waiting.get(*waiting.key) is waiting:
+                self._hold_anew(waiting, "policy" if waiting.place.is_paced else "queue", now)
 
     def _force(self, waiting: WaitingTurn, now: float) -> None:
         """Its time is up: it goes whatever the load, if there is anywhere to go."""
@@ -391,21 +440,22 @@ class Placement:
                 self._hold_anew(waiting, decision.reason, now)
             case str():
                 state.waiting.remove(waiting)
-                self._reject(waiting.turn, "context_length_exceeded", decision)
+                self._reject(waiting.turn, "context_length_exceeded", decision, now)
 
     def _hold_anew(self, waiting: WaitingTurn, reason: Reason, now: float) -> None:
         self._state.waiting.postpone(waiting, reason, self._deadline(waiting.turn, reason))
         self._hold(waiting, now)
 
-    def send_on(self) -> None:
+    def send_on(self, now: float) -> None:
         """The ring moved: waiting turns whose key is another router's now are told. O(waiting)."""
         waiting = self._state.waiting
         for each in list(waiting):
             if self._belongs_elsewhere(each.turn.route):
                 waiting.remove(each)
-                self._moved(each.turn)
+                self._moved(each.turn, now)
 
-    def _moved(self, turn: Turn) -> None:
+    def _moved(self, turn: Turn, now: float) -> None:
+        self._gone(turn, now)
         route = turn.route
         self._state.counters["moved"] += 1
         self._state.effects.send(turn.owner, Moved(route.request, route.attempt, self.wire_ring()))
@@ -422,14 +472,22 @@ class Placement:
                     waiting.turn,
                     "no_worker",
                     f"no worker for {waited:.0f} s",
+                    now,
                     retry_after_s=_RETRY_AFTER_S,
                 )
             else:
                 self._force(waiting, now)
 
     def _reject(
-        self, turn: Turn, code: RejectCode, message: str, *, retry_after_s: float = 0.0
+        self,
+        turn: Turn,
+        code: RejectCode,
+        message: str,
+        now: float,
+        *,
+        retry_after_s: float = 0.0,
     ) -> None:
+        self._gone(turn, now)
         route = turn.route
         self._state.counters["rejects"] += 1
         self._state.effects.send(

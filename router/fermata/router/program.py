@@ -62,6 +62,8 @@ class Program:
     """To be paused when its turn ends, if its slot still needs that."""
     is_final: bool = False
     """Ends with its last turn."""
+    drops_kv: bool = False
+    """And then nobody comes back for what is cached."""
     is_live: bool = True
     turns: dict[TurnKey, ProgramTurn] = field(default_factory=dict["TurnKey", "ProgramTurn"])
     """Those that count: it is Reasoning while there is one."""
@@ -125,6 +127,8 @@ class ProgramTurn:
     is_beside: bool = False
     is_running: bool = False
     """Granted; else it waits."""
+    slot: int = -1
+    """Where it was granted."""
     expected_tokens: int = 0
     """Of its prompt, what its program left on the slot it was granted."""
 

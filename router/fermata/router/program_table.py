@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from fermata.core.ids import RoutingKey, SessionId
@@ -24,18 +25,29 @@ from fermata.router.program import Gap, Program, ProgramTurn, Standing, TurnKey,
 from fermata.router.tier_index import Hashes
 from fermata.wire.messages import SessionRecord
 
-How = Literal["finished", "cancelled", "failed"]
+How = Literal["finished", "cancelled"]
 End = Literal["final", "cancelled", "expired", "evicted"]
 
+_NO_SESSION = SessionId("")
+_NO_KEY = RoutingKey("")
 _MOST_PROGRAMS = 131_072
 _MOST_BLOCKS = 1 << 25
 """256 MiB of hashes."""
 
 
+@dataclass(frozen=True, slots=True)
+class Released:
+    """A program whose client is done with it had its KV there, up to the block `leaf`."""
+
+    slot: int
+    session: SessionId
+    leaf: int
+
+
 class Watcher(Protocol):
     """What an admission rule has to know of programs that it did not move itself."""
 
-    def moved(self, program: Program, now: float) -> None:
+    def moved(self, program: Program) -> None:
         """Its phase or its place changed."""
         ...
 
@@ -70,6 +82,7 @@ class ProgramTable:
         self.paused = 0
         self.blocks = 0
         """In the chains of all programs."""
+        self._released: list[Released] = []
         self._idle_timeout_s = idle_timeout_s
         self._most = most
         self._most_blocks = most_blocks
@@ -103,8 +116,8 @@ class ProgramTable:
         chain: Hashes,
         tokens: int,
         now: float,
-        parent: SessionId = SessionId(""),
-        routing_key: RoutingKey = RoutingKey(""),
+        parent: SessionId = _NO_SESSION,
+        routing_key: RoutingKey = _NO_KEY,
         model: str = "",
         inferred: bool = False,
         final: bool = False,
@@ -120,30 +133,32 @@ class ProgramTable:
             program = self._create(Program(session, parent, routing_key, inferred, now))
         turn = self._turns[key] = ProgramTurn(key, program, chain, tokens)
         program.is_final |= final
+        program.drops_kv |= final
         if program.turns:
             turn.is_beside = not any(extends(chain, t.chain) for t in program.turns.values())
             self.counters["turns_beside"] += turn.is_beside
         elif is_known:
-            self._leave_gap(program, now)
+            self._leave_gap(program)
         if not turn.is_beside:
             program.turns[key] = turn
             program.priority, program.model = priority, model
             self._regroup(program)
-            self._tell(program, now)
+            self._tell(program)
         return turn
 
-    def granted(self, key: TurnKey, slot: int, now: float) -> None:
+    def granted(self, key: TurnKey, slot: int) -> None:
         """It goes to the slot, and its program's charge with it."""
         turn = self._turns.get(key)
         if turn is None:
             return
         turn.is_running = True
+        turn.slot = slot
         if turn.is_beside:
             return
         room, standing = self.occupancy[slot], turn.program.standing
         if standing is not None and standing.room is room:
             turn.expected_tokens = min(standing.context_tokens, turn.tokens)
-        self._take_place(turn.program, room, turn.chain, turn.tokens, now)
+        self._take_place(turn.program, room, turn.chain, turn.tokens)
 
     def progress(self, key: TurnKey, output_tokens: int) -> None:
         """`output_tokens` in total; the caller sees to it that they grow."""
@@ -176,18 +191,24 @@ class ProgramTable:
             elif program.is_final:
                 self._remove(program, "final")
         elif program.is_live:
-            self._tell(program, now)
+            self._tell(program)
         return turn
 
-    def release(self, session: SessionId) -> bool:
-        """Its client is done with it; it goes at once, or with its last turn. False: it was not known."""
+    def release(self, session: SessionId, *, drops_kv: bool = False) -> bool:
+        """It goes at once, or with its last turn. `drops_kv`: nobody will come back for it. False: it was not known."""
         program = self._programs.get(session)
         if program is None:
             return False
         program.is_final = True
+        program.drops_kv |= drops_kv
         if not program.turns:
             self._remove(program, "final")
         return True
+
+    def take_released(self) -> list[Released]:
+        """Whose KV nobody will come back for, since the last call."""
+        released, self._released = self._released, []
+        return released
 
     # What time and workers do.
 
@@ -204,24 +225,25 @@ class ProgramTable:
             if not program.turns:
                 self._set_idle(program)
 
-    def open_slot(self, slot: int, capacity: int) -> None:
-        self.occupancy.open(slot, capacity)
+    def open_slot(self, slot: int, capacity: int | None = None, *, model: str = "") -> None:
+        """Capacity in tokens; None while it is not known."""
+        self.occupancy.open(slot, capacity, model=model)
         self._on_slot[slot] = {}
         if self.watcher is not None:
             self.watcher.capacity_changed(slot)
 
-    def resize_slot(self, slot: int, capacity: int) -> None:
-        if self.occupancy.resize(slot, capacity) and self.watcher is not None:
+    def resize_slot(self, slot: int, capacity: int | None, *, model: str = "") -> None:
+        if self.occupancy.resize(slot, capacity, model=model) and self.watcher is not None:
             self.watcher.capacity_changed(slot)
 
-    def close_slot(self, slot: int, now: float) -> None:
+    def close_slot(self, slot: int) -> None:
         """With it went what its programs had there. O(programs of the slot)."""
         if slot not in self.occupancy:
             return
         for program in list(self._on_slot[slot]):
             self.counters["displaced"] += 1
             self._lose_place(program)
-            self._tell(program, now)
+            self._tell(program)
         self.evictions.drop(slot)
         del self._on_slot[slot]
         self.occupancy.close(slot)
@@ -248,25 +270,24 @@ class ProgramTable:
         if record.paused:
             self._set_paused(program, paused=True)
         else:
+            program.model = self.occupancy[slot].model
             self._charge(program, self.occupancy[slot])
         self._set_idle(program)
-        self._tell(program, now)
+        self._tell(program)
 
     # What an admission rule does.
 
-    def pause(self, program: Program, now: float) -> None:
+    def pause(self, program: Program) -> None:
         assert program.charge is not None
         self.counters["pauses"] += 1
         self._lose_place(program)
-        self._tell(program, now)
+        self._tell(program)
 
-    def resume(self, program: Program, slot: int, now: float) -> None:
+    def resume(self, program: Program, slot: int) -> None:
         """Give it a place: a paused one its own again, a new one its first."""
         assert program.charge is None
         self.counters["resumes" if program.is_paused else "admissions"] += 1
-        self._take_place(
-            program, self.occupancy[slot], program.need_chain, program.need_tokens, now
-        )
+        self._take_place(program, self.occupancy[slot], program.need_chain, program.need_tokens)
 
     def mark(self, program: Program, *, marked: bool) -> None:
         assert program.charge is not None
@@ -287,6 +308,10 @@ class ProgramTable:
 
     def _remove(self, program: Program, why: End) -> None:
         assert not program.turns
+        if program.drops_kv and program.charge is not None and len(program.chain):
+            self._released.append(
+                Released(program.charge.room.slot, program.session, program.chain[-1])
+            )
         self._uncharge(program)
         self._set_paused(program, paused=False)
         self._set_chain(program, NO_HASHES)
@@ -297,7 +322,7 @@ class ProgramTable:
         if self.watcher is not None:
             self.watcher.program_ended(program)
 
-    def _leave_gap(self, program: Program, now: float) -> None:
+    def _leave_gap(self, program: Program) -> None:
         self.idle.cancel(program.session)
         room = None if program.charge is None else program.charge.room
         program.standing = Standing(
@@ -340,7 +365,7 @@ class ProgramTable:
         program.has_finished = False
         self._regroup(program)
         self._set_idle(program)
-        self._tell(program, now)
+        self._tell(program)
 
     def _restore(self, program: Program, standing: Standing) -> None:
         self.counters["rollbacks"] += 1
@@ -368,15 +393,13 @@ class ProgramTable:
                 slot, IdleChain(program.session, chain[-1], program.context_tokens, now)
             )
 
-    def _take_place(
-        self, program: Program, room: Room, chain: Hashes, tokens: int, now: float
-    ) -> None:
+    def _take_place(self, program: Program, room: Room, chain: Hashes, tokens: int) -> None:
         if program.charge is not None and program.charge.room is not room:
             program.is_marked = False
         self._set_chain(program, chain)
         program.context_tokens = tokens
         self._charge(program, room)
-        self._tell(program, now)
+        self._tell(program)
 
     def _lose_place(self, program: Program) -> None:
         """A place is lost by pausing, and by the loss of the slot; either way the next turn has to be resumed."""
@@ -420,9 +443,9 @@ class ProgramTable:
     def _set_idle(self, program: Program) -> None:
         self.idle.set(program.session, program.acting_since + self._idle_timeout_s)
 
-    def _tell(self, program: Program, now: float) -> None:
+    def _tell(self, program: Program) -> None:
         if self.watcher is not None:
-            self.watcher.moved(program, now)
+            self.watcher.moved(program)
 
     def check_integrity(self) -> None:
         """O(blocks of all programs)."""

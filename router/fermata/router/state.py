@@ -5,25 +5,31 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import ceil
 from random import Random
 
 from fermata.core.ids import LeaseId, RouterId, Slot, WorkerId, make_lease_id
 from fermata.core.ring import Ring
 from fermata.core.spec import LivenessSpec, RouterPolicySpec
+from fermata.router.admission import Admission, Facts, admission_rule
 from fermata.router.affinity import Affinity
 from fermata.router.approximate import ApproximateIndex
 from fermata.router.lease import LeaseTable
 from fermata.router.load import Loads, Thresholds
 from fermata.router.model import Effects, Seats
-from fermata.router.overload import NoPrograms, Overload
+from fermata.router.occupancy import Weights
+from fermata.router.overload import Overload
 from fermata.router.owner import Owners
 from fermata.router.policy import PlacementPolicy, placement_policy
 from fermata.router.prefix_index import PrefixIndex
+from fermata.router.program_table import ProgramTable
 from fermata.router.queue import Key
 from fermata.router.recent import Recent
 from fermata.router.shares import Shares
+from fermata.router.tier_index import Hashes
 from fermata.router.waiting import Waiting
 from fermata.router.worker import ExpectedWorker, Workers
+from fermata.wire.messages import TimingProfile
 
 BOOT_WAIT_S = 5.0
 """Real seconds a booting router waits at most for its policy and the snapshots of the workers it knows."""
@@ -79,7 +85,14 @@ class RouterState:
         self.workers = Workers(width_s=width_s)
         self.owners = Owners(width_s=width_s)
         self.waiting = Waiting(self.policy.queue, width_s=width_s)
-        self.overload = Overload(NoPrograms())
+        self.programs = ProgramTable(
+            block_size=config.block_size,
+            width_s=width_s,
+            idle_timeout_s=self.policy.programs.idle_timeout_s,
+        )
+        self.admission: Admission | None = None
+        """Of programs; None under policies that let every turn go."""
+        self.overload = Overload(self.programs)
         self.done: Recent[Key, int] = Recent(_MOST_RECENT)
         """Requests that need no lease any more, and their attempt: a late Route of theirs is not answered."""
         self.handed: Recent[Key, float] = Recent(_MOST_RECENT)
@@ -99,6 +112,7 @@ class RouterState:
         self._warned: Recent[str, None] = Recent(_MOST_RECENT)
         self._serial = 0
         self._apply_thresholds()
+        self._apply_admission()
 
     @property
     def liveness(self) -> LivenessSpec:
@@ -115,6 +129,11 @@ class RouterState:
     @property
     def boot_ends_at(self) -> float:
         return max(self.booted_at + self.real(BOOT_WAIT_S), self._settles_at)
+
+    @property
+    def is_in_ring(self) -> bool:
+        """False: no key is ours any more; what we granted still is, until it ends."""
+        return self.config.id in self.ring.members
 
     def await_workers(self, names: set[WorkerId], now: float) -> None:
         """We are new in the ring: turns wait until these are in, as at a boot, and as long at most."""
@@ -140,11 +159,37 @@ class RouterState:
             self.waiting.apply(policy.queue, paced=is_switch)
             self.overload.keep({each.name for each in self.waiting.classes})
             self._apply_thresholds()
+        if policy.scheduler != before.scheduler:
+            self._apply_admission()
+        self.programs.set_idle_timeout(policy.programs.idle_timeout_s)
         self.index.limit_pairs = policy.kv.index_blocks
         self.must_judge_all = True
 
     def _apply_thresholds(self) -> None:
         self.loads.apply(Thresholds(self.policy.overload, self.waiting.classes.levels))
+
+    def _apply_admission(self) -> None:
+        """The table is kept under every policy; what rules over it is made anew from it. O(programs)."""
+        spec = self.policy.scheduler.thunder_agent
+        self.programs.occupancy.reweigh(
+            Weights(spec.tool_gap_weight, spec.human_gap_weight, spec.buffer_tokens)
+        )
+        self.admission = None
+        if self.policy.scheduler.type == "ThunderAgent":
+            facts = Facts(self.programs, self._cached_tokens, self._slots_of, self._timing)
+            self.admission = admission_rule(spec, facts)
+        self.programs.watcher = self.admission
+
+    def _cached_tokens(self, chain: Hashes) -> dict[int, int]:
+        depths = self.index.match(chain).get("device", {}) | self.approximate.match(chain)
+        return {slot: depth * self.config.block_size for slot, depth in depths.items()}
+
+    def _slots_of(self, model: str) -> int:
+        return self.workers.of_model(model) & self.workers.ready
+
+    def _timing(self, slot: int) -> TimingProfile | None:
+        worker = self.workers.of_slot(slot)
+        return None if worker is None else worker.info.timing
 
     def warn_once(self, text: str) -> None:
         if text not in self._warned:
@@ -154,11 +199,13 @@ class RouterState:
     def open_slot(self, slot: Slot) -> int:
         number = self.seats.take(slot)
         self.leases.open_slot(number)
+        self.programs.open_slot(number)
         return number
 
     def close_slot(self, slot: int) -> None:
         """Everything of a slot whose leases have ended."""
         self.leases.close_slot(slot)
+        self.programs.close_slot(slot)
         self.loads.close(slot)
         self.index.drop(slot)
         self.approximate.close(slot)
@@ -177,8 +224,11 @@ class RouterState:
         return expected.slots[rank]
 
     def charged_tokens(self, slot: int) -> int:
-        """What we fill of the slot."""
-        return self.leases.decode_blocks(slot) * self.config.block_size
+        """What we fill of the slot: what runs there, and under a rule of admission what idle programs keep there."""
+        running = self.leases.decode_blocks(slot) * self.config.block_size
+        if self.admission is None:
+            return running
+        return max(running, ceil(self.programs.occupancy.use(slot)))
 
     def waiting_tokens(self) -> int:
         """What waits for room. O(waiting)."""

@@ -34,8 +34,27 @@ def numbers(state: RouterState, now: float) -> dict[str, float]:
         "uptime_s": now - state.booted_at,
         "leases_begun": state.leases.begun,
     }
+    found.update(_programs(state))
     for how, count in state.leases.ended.items():
         found[f"leases_{how}"] = count
     for name, count in state.counters.items():
         found[name] = count
+    return found
+
+
+def _programs(state: RouterState) -> dict[str, float]:
+    table, occupancy = state.programs, state.programs.occupancy
+    shares = [occupancy.use(s) / r.capacity for s, r in occupancy.rooms.items() if r.capacity]
+    found: dict[str, float] = {
+        "programs": len(table),
+        "programs_created": table.created,
+        "programs_paused": table.paused,
+        "program_blocks": table.blocks,
+        "occupancy_max": max(shares, default=0.0),
+        "occupancy_mean": sum(shares) / len(shares) if shares else 0.0,
+    }
+    for why, count in table.ended.items():
+        found[f"programs_ended_{why}"] = count
+    for name, count in table.counters.items():
+        found[f"program_{name}"] = count
     return found

@@ -1,4 +1,4 @@
-"""What a slot can hold, in whichever way that is known: in tokens where its worker tells its capacity, else in programs."""
+"""What a slot can hold: in tokens where its worker tells its capacity, else in programs."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ class TokenBudget:
 
     def room(self, slot: int, *, is_resume: bool) -> float:
         """An empty slot takes whatever fits it: nobody would be the better for waiting."""
-        capacity = self._occupancy[slot].capacity
+        capacity = self._occupancy[slot].capacity or 0
         if not self._occupancy.programs(slot):
             return capacity
         share = self._spec.pause_threshold - (self._spec.resume_hysteresis if is_resume else 0.0)
         return share * capacity - self._occupancy.use(slot)
 
     def is_over(self, slot: int) -> bool:
-        capacity = self._occupancy[slot].capacity
+        capacity = self._occupancy[slot].capacity or 0
         return self._occupancy.use(slot) > self._spec.pause_threshold * capacity
 
     def is_safe(self, slot: int) -> bool:
-        target = self._spec.pause_target * self._occupancy[slot].capacity
+        target = self._spec.pause_target * (self._occupancy[slot].capacity or 0)
         return min(self._occupancy.use(slot), self._occupancy.staying(slot)) <= target
 
     def places(self, slot: int) -> float:
@@ -61,7 +61,7 @@ class TokenBudget:
         """Below the ceiling it would be resumed under, pausing it would be for nothing."""
         spec = self._spec
         share = max(spec.pause_target, spec.pause_threshold - spec.resume_hysteresis)
-        return self._occupancy.use(slot) <= share * self._occupancy[slot].capacity
+        return self._occupancy.use(slot) <= share * (self._occupancy[slot].capacity or 0)
 
 
 class ProgramBudget:

@@ -37,9 +37,7 @@ class Admission(Watcher, Protocol):
     is_due: bool
     """Something happened after which held programs may go, or others must."""
 
-    def turn_ready(
-        self, turn: ProgramTurn, eligible: int, now: float, *, is_again: bool
-    ) -> int | HoldReason:
+    def turn_ready(self, turn: ProgramTurn, eligible: int, *, is_again: bool) -> int | HoldReason:
         """Of the eligible slots those where it may go, at least one; or why it has to wait.
 
         Asked whenever the turn is judged, so the answer to a held one stays until a round lets it go. `is_again`: it

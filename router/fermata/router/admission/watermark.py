@@ -3,9 +3,9 @@
 A slot above the pause threshold pauses Acting programs, in the policy's order, down to the pause target; if that is not
 enough, Reasoning ones are marked to be paused when their turn ends, only as many as the target needs. Nothing that runs
 is interrupted. There is room for a paused program below a ceiling some way under the threshold (hysteresis): first for
-those with a turn waiting, then for new ones, then for those between turns; of each the smallest that fit together, placed
-largest first where there is most room, with what is still cached counted as room. Resuming comes before pausing, so
-nothing bounces within a round.
+those with a turn waiting, then for new ones, then for those between turns; of each the smallest that fit together,
+placed largest first where there is most room, with what is still cached counted as room. Resuming comes before pausing,
+so nothing bounces within a round.
 
 Below the threshold it answers every turn with all eligible slots, so that placement is what it would be without it.
 Where a worker tells no capacity, a window of programs (`aimd`) takes the place of tokens.
@@ -61,20 +61,20 @@ class Watermark:
         self._over: set[int] = set()
         self._last_round = float("-inf")
         for program in self._table:
-            self._file(program, program.acting_since)
+            self._file(program)
         self._refresh_all()
 
     # What happens to programs.
 
-    def moved(self, program: Program, now: float) -> None:
+    def moved(self, program: Program) -> None:
         if not program.is_reasoning:
             self.is_due = True
             if program.is_marked and program.slot is not None:
                 if not self._budget(program.slot).has_relief(program.slot):
-                    self._table.pause(program, now)  # and files it
+                    self._table.pause(program)  # and files it
                     return
                 self._table.mark(program, marked=False)
-        self._file(program, now)
+        self._file(program)
 
     def program_ended(self, program: Program) -> None:
         self.is_due = True
@@ -91,15 +91,12 @@ class Watermark:
         """The engine's own doing: what is charged is what it should hold."""
 
     def completed(self, turn: ProgramTurn, cached_tokens: int) -> None:
-        slot = turn.program.slot
-        if turn.expected_tokens and slot is not None:
-            self._aimd.completed(slot, found=cached_tokens, expected=turn.expected_tokens)
+        if turn.expected_tokens and turn.slot in self._occupancy:
+            self._aimd.completed(turn.slot, found=cached_tokens, expected=turn.expected_tokens)
 
     # What turns may do.
 
-    def turn_ready(
-        self, turn: ProgramTurn, eligible: int, now: float, *, is_again: bool
-    ) -> int | HoldReason:
+    def turn_ready(self, turn: ProgramTurn, eligible: int, *, is_again: bool) -> int | HoldReason:
         program = turn.program
         if turn.is_beside:
             return eligible
@@ -114,7 +111,7 @@ class Watermark:
             if free:
                 return free
             self._held[program] = None
-            self._file(program, now)
+            self._file(program)
         return "pressure" if program.is_paused else "admission"
 
     def force(self, turn: ProgramTurn, eligible: int) -> int:
@@ -126,7 +123,7 @@ class Watermark:
         self._refresh()
         self._table.counters["forced"] += 1
         self._held.pop(program, None)
-        self._file(program, 0.0)
+        self._file(program)
         slots = [bit.bit_length() - 1 for bit in bits(eligible)]
         return 1 << max(slots, key=lambda slot: (self._rooms.get(slot, 0.0), -slot))
 
@@ -181,7 +178,7 @@ class Watermark:
         admitted: list[Program] = []
         for model, heaps in self._heaps.items():
             if any(len(heap) for heap in heaps):
-                admitted += self._resume(heaps, self._facts.slots_of(model), now)
+                admitted += self._resume(heaps, self._facts.slots_of(model))
         self._refresh()
         for slot in list(self._over):
             self._relieve(slot, now)
@@ -195,29 +192,29 @@ class Watermark:
             return self._last_round + self._spec.tick_s
         return None
 
-    def _resume(self, heaps: list[Heap], slots: int, now: float) -> list[Program]:
+    def _resume(self, heaps: list[Heap], slots: int) -> list[Program]:
         rooms = {
             slot: self._budget(slot).room(slot, is_resume=True)
             for slot in (bit.bit_length() - 1 for bit in bits(slots))
         }
         placed: list[Program] = []
         for order, heap in enumerate(heaps):
-            placed += self._resume_class(heap, rooms, now)
+            placed += self._resume_class(heap, rooms)
             is_behind = order == _NEW or self._spec.new_programs == "BehindPaused"
             if len(heap) and is_behind:
                 break
         return placed
 
-    def _resume_class(self, heap: Heap, rooms: dict[int, float], now: float) -> list[Program]:
+    def _resume_class(self, heap: Heap, rooms: dict[int, float]) -> list[Program]:
         taken = self._smallest_that_fit(heap, rooms)
         placed: list[Program] = []
         for program in sorted(taken, key=lambda each: -each.need_tokens):
             slot = self._roomiest(program, rooms)
             if slot is None:
-                self._file(program, now)
+                self._file(program)
                 continue
             self._held.pop(program, None)
-            self._table.resume(program, slot, now)
+            self._table.resume(program, slot)
             rooms[slot] = self._budget(slot).room(slot, is_resume=True)
             placed.append(program)
         return placed
@@ -262,7 +259,7 @@ class Watermark:
             program = queue.first(now)
             if program is None:
                 break
-            self._table.pause(program, now)
+            self._table.pause(program)
         if not budget.is_safe(slot):
             self._mark(slot, budget, now)
 
@@ -278,7 +275,7 @@ class Watermark:
     # Books.
 
     def _budget(self, slot: int) -> Budget:
-        if self._counts_programs or not self._occupancy[slot].capacity:
+        if self._counts_programs or self._occupancy[slot].capacity is None:
             return self._aimd.budget
         return self._tokens
 
@@ -306,13 +303,13 @@ class Watermark:
             self._refresh_one(slot)
         self._tightest = min(self._rooms.values(), default=0.0)
 
-    def _file(self, program: Program, now: float) -> None:
+    def _file(self, program: Program) -> None:
         """Where it belongs as it stands now."""
         self._unfile(program)
         if program.charge is not None:
             self._held.pop(program, None)
             if not program.is_reasoning:
-                self._queue(program.charge.room.slot).put(program, now)
+                self._queue(program.charge.room.slot).put(program)
                 self._queued[program] = self._queues[program.charge.room.slot]
             return
         if program in self._held and not program.has_waiting_turn:
