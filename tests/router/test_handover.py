@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from fermata.core.ids import RouterId, RoutingKey, SessionId
@@ -10,6 +11,8 @@ from fermata.core.spec import OverloadSpec, RouterPolicySpec
 from fermata.router.shares import Shares
 from fermata.wire import messages as wire
 from fermata.wire.roles import Peer
+
+OPERATOR = Peer(wire.Role.OPERATOR, "operator", 1)
 
 ONE = wire.Ring(1, [("router-0", "tcp://a")])
 TWO = wire.Ring(2, [("router-0", "tcp://a"), ("router-1", "tcp://b")])
@@ -180,15 +183,9 @@ def test_a_booted_router_remembers_sessions_by_their_workers(make_world):
     child = wire.SessionRecord(SessionId("c"), SessionId("p"), RoutingKey("p"), 640, 5000.0)
     world.say(
         Peer(wire.Role.ROUTER, "router-1", 1),
-        wire.Handover(0, [msg(child, worker="w0")], []),
+        wire.Handover(0, [msgspec.structs.replace(child, worker="w0")], []),
     )
     assert world.numbers["sessions"] == 1, "too old to bind anything"
-
-
-def msg(record: wire.SessionRecord, **fields) -> wire.SessionRecord:
-    import msgspec
-
-    return msgspec.structs.replace(record, **fields)
 
 
 def test_a_share_is_what_the_worker_leases_and_all_of_it_where_it_leases_none():
@@ -218,3 +215,61 @@ def test_each_load_report_is_answered_with_what_we_ask_of_the_rank(world):
     world.load(worker, share_tokens=900, share_number=5)
     (demand,) = world.take(wire.Demand, worker)
     assert demand.ranks[0].waiting_tokens == 64 + 32
+
+
+def test_a_router_out_of_the_ring_goes_when_its_turns_have_ended(ringed):
+    world = ringed
+    world.worker("w0")
+    frontend = world.frontend()
+    grant = world.grant(frontend, "r", 1, epoch=1)
+    assert world.say(OPERATOR, wire.Drain(30.0)) == [wire.DrainStatus("drained", 1)]
+    assert not world.router.is_drained, "it is in the ring: whoever asked may end it, it will not"
+    away = wire.Ring(2, [("router-1", "tcp://b")])
+    world.set_policy(RouterPolicySpec(), revision=2, ring=away)
+    assert world.say(OPERATOR, wire.Drain(30.0)) == [wire.DrainStatus("draining", 1)]
+    assert not world.router.is_drained
+    world.progress(frontend, grant.lease, "finished")
+    assert world.take(wire.DrainStatus, OPERATOR)[-1] == wire.DrainStatus("drained", 0)
+    assert world.router.is_drained
+
+
+def test_it_goes_at_the_deadline_at_the_latest(ringed):
+    world = ringed
+    worker, frontend = world.worker("w0"), world.frontend()
+    grant = world.grant(frontend, "r", 1, epoch=1)
+    world.progress(frontend, grant.lease, "accepted")
+    world.set_policy(RouterPolicySpec(), revision=2, ring=wire.Ring(2, [("router-1", "tcp://b")]))
+    world.say(OPERATOR, wire.Drain(9.0))
+    world.say(OPERATOR, wire.Drain(2.0))
+    for _ in range(2):
+        world.wait(1)
+        world.beat(worker)
+        world.beat(frontend, leases=[grant.lease], seen=grant.lease)
+    assert world.router.is_drained
+
+
+def test_a_router_called_back_into_the_ring_serves_again(ringed):
+    world = ringed
+    world.worker("w0")
+    frontend = world.frontend()
+    world.grant(frontend, "r", 1, epoch=1)
+    world.set_policy(RouterPolicySpec(), revision=2, ring=wire.Ring(2, [("router-1", "tcp://b")]))
+    world.say(OPERATOR, wire.Drain(30.0))
+    ring = wire.Ring(3, TWO.members)
+    back = wire.SetPolicy("u", 1, 3, msgspec.json.encode(RouterPolicySpec()), ring)
+    assert wire.DrainStatus("serving", 1) in world.say(OPERATOR, back)
+    world.wait(40)
+    assert not world.router.is_drained
+
+
+def test_an_owner_that_leaves_with_the_ring_is_not_called_dead(ringed):
+    world = ringed
+    worker, frontend = world.worker("w0"), world.frontend()
+    world.set_policy(RouterPolicySpec(), revision=2, ring=wire.Ring(2, [("router-1", "tcp://b")]))
+    world.say(frontend, wire.Bye(1, wire.LEFT_RING))
+    world.frontend("silent")
+    for _ in range(7):
+        world.wait(1)
+        world.beat(worker)
+    assert world.numbers["owners"] == 0
+    assert world.take(wire.Fence, worker) == []

@@ -22,6 +22,7 @@ from fermata.router.leasing import Leasing
 from fermata.router.model import Send
 from fermata.router.ownership import Ownership
 from fermata.router.placement import Placement
+from fermata.router.retirement import Retirement
 from fermata.router.state import RouterConfig, RouterState
 from fermata.router.status import numbers
 from fermata.wire import messages as wire
@@ -40,6 +41,7 @@ class Router:
         """Without a policy it holds turns until SetPolicy, and serves with the defaults after `BOOT_WAIT_S`."""
         self.state = RouterState(config, policy=policy, now=now)
         self._leasing = Leasing(self.state)
+        self._retirement = Retirement(self.state)
         self._handovers = Handovers(self.state, self.state.programs)
         self._fleet = Fleet(self.state, self._leasing, self._handovers)
         self._ownership = Ownership(self.state, self._leasing)
@@ -57,8 +59,7 @@ class Router:
             case wire.StatusRequest():
                 self.state.effects.send(sender, self.status(now))
             case wire.Drain():
-                # All a router knows is known elsewhere too, so it may go at any time.
-                self.state.effects.send(sender, wire.DrainStatus("drained", 0))
+                self._retirement.ask(sender, message.deadline_s, now)
             case _ if sender.role is wire.Role.FRONTEND:
                 self._from_frontend(sender, message, frame, now)
             case _ if sender.role is wire.Role.WORKER:
@@ -102,6 +103,7 @@ class Router:
             state.waiting.deadlines.next(),
             state.affinity.next_expiry(state.policy.session_affinity.ttl_s),
             state.approximate.next_expiry(),
+            self._retirement.by,
             state.programs.idle.next(),
             self._next_round(),
             state.boot_ends_at if not state.is_settled else None,
@@ -130,6 +132,11 @@ class Router:
             },
         )
 
+    @property
+    def is_drained(self) -> bool:
+        """It was asked to go, and nobody needs it any more."""
+        return self._retirement.is_over
+
     def take_warnings(self) -> list[str]:
         """What people should read, since last asked."""
         warnings, self.state.warnings = self.state.warnings, []
@@ -156,6 +163,7 @@ class Router:
 
     def _finish(self, now: float) -> list[Send]:
         self._epilogue(now)
+        self._retirement.check(now)
         return self.state.effects.take()
 
     def _epilogue(self, now: float) -> None:

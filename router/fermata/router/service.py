@@ -14,7 +14,8 @@ import logging
 from fermata.core.clock import Clock
 from fermata.core.spec import RouterPolicySpec
 from fermata.router.core import Router, RouterConfig, Send
-from fermata.wire.messages import PolicyAck, Role
+from fermata.router.router_links import RouterLinks
+from fermata.wire.messages import Handover, PolicyAck, Role
 from fermata.wire.socket import Context, Listener, Packet, Peer
 
 log = logging.getLogger(__name__)
@@ -43,6 +44,9 @@ class RouterService:
         self.dropped = 0
         """Messages that a peer which does not read could not be given."""
         self._listener = Listener(context, listen, role=Role.ROUTER, receive=self._receive)
+        self._ring = self.core.state.ring
+        me = Peer(Role.ROUTER, config.id, config.incarnation)
+        self._routers = RouterLinks(context, me=me)
 
     @property
     def endpoint(self) -> str:
@@ -57,6 +61,7 @@ class RouterService:
         finally:
             if self._timer is not None:
                 self._timer.cancel()
+            self._routers.close()
             self._listener.close(linger_s=0.2)
 
     def stop(self) -> None:
@@ -93,11 +98,23 @@ class RouterService:
     def _send(self, effects: list[Send]) -> None:
         for warning in self.core.take_warnings():
             log.warning("%s", warning)
+        ring = self.core.state.ring
+        if ring is not self._ring:
+            self._ring = ring
+            self._routers.follow(ring.members)
+            log.info("ring epoch=%d routers=%s", ring.epoch, ",".join(ring.members))
         for effect in effects:
             if isinstance(effect.message, PolicyAck):
                 _log_policy(effect.message)
-            if not self._listener.send(effect.to, effect.message, effect.frame):
+            if not self._send_one(effect):
                 self.dropped += 1
+        if self.core.is_drained:
+            self.stop()
+
+    def _send_one(self, effect: Send) -> bool:
+        if isinstance(effect.message, Handover):
+            return self._routers.send(effect.to.id, effect.message, effect.frame)
+        return self._listener.send(effect.to, effect.message, effect.frame)
 
 
 def _log_policy(ack: PolicyAck) -> None:
