@@ -18,6 +18,7 @@ from fermata.core.ring import Ring
 from fermata.core.spec import RouterPolicySpec
 from fermata.router.fleet import Fleet
 from fermata.router.handover import Handovers
+from fermata.router.introspection import explanation, programs
 from fermata.router.leasing import Leasing
 from fermata.router.model import Send
 from fermata.router.ownership import Ownership
@@ -58,6 +59,10 @@ class Router:
                 self._set_policy(sender, message, now)
             case wire.StatusRequest():
                 self.state.effects.send(sender, self.status(now))
+            case wire.ProgramsRequest():
+                self.state.effects.send(sender, programs(self.state, message, now))
+            case wire.ExplainRequest():
+                self.state.effects.send(sender, explanation(self.state, message, now))
             case wire.Drain():
                 self._retirement.ask(sender, message.deadline_s, now)
             case _ if sender.role is wire.Role.FRONTEND:

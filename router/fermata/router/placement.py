@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from fermata.router.affinity import affinity_key
+from fermata.router.decisions import Granted, Other
 from fermata.router.eligibility import Eligibility, Eligible, Wait
 from fermata.router.lease import Lease
 from fermata.router.leasing import Leasing
 from fermata.router.model import NO_HASHES, Turn
 from fermata.router.owner import Owner
-from fermata.router.policy import Question
+from fermata.router.policy import Question, Scored
 from fermata.router.policy_class import PolicyClass
 from fermata.router.prefix_index import Match
 from fermata.router.queue import Line, Next, Place
@@ -41,6 +42,14 @@ class Choice:
 def jump_s(hints: Hints) -> float:
     """Seconds it is taken to have come earlier. The one hint is the other's older name: the larger counts."""
     return max(0.0, float(hints.priority), hints.latency_sensitivity)
+
+
+class Picked(NamedTuple):
+    slot: int
+    match: Match
+    shared: dict[int, int]
+    choice: Choice
+    scored: Scored
 
 
 class Placement:
@@ -212,7 +221,7 @@ class Placement:
         depth = max((max(depths.values()) for depths in match.values() if depths), default=0)
         return max(1, turn.route.input_tokens - depth * self._state.config.block_size)
 
-    def _pick(self, turn: Turn, choice: Choice) -> tuple[int, Match]:
+    def _pick(self, turn: Turn, choice: Choice) -> Picked:
         state = self._state
         match, active = self._match(turn)
         question = Question(
@@ -223,11 +232,12 @@ class Placement:
             preferred=choice.preferred,
         )
         candidates = state.loads.among(choice.free)
-        return state.placement_policy.pick(question, candidates), match
+        slot = state.placement_policy.pick(question, candidates)
+        return Picked(slot, match, active, choice, state.placement_policy.scored)
 
-    def _grant(self, turn: Turn, picked: tuple[int, Match], now: float) -> None:
+    def _grant(self, turn: Turn, picked: Picked, now: float) -> None:
         state = self._state
-        slot, match = picked
+        slot, match = picked.slot, picked.match
         worker = state.workers.of_slot(slot)
         assert worker is not None, "only registered workers' slots are ready"
         matched = {tier: depths[slot] for tier, depths in match.items() if slot in depths}
@@ -249,9 +259,54 @@ class Placement:
         )
         if waiting is not None:
             state.overload.drained(waiting.place.policy_class, now)
+            state.waits.granted(waiting.reason, grant.held_s)
             state.waiting.remove(waiting)
         self._lease(turn, slot, grant, max(matched.values(), default=0), now)
         state.effects.send(turn.owner, grant)
+        self._remember_grant(turn, grant, picked, now)
+
+    def _remember_grant(self, turn: Turn, grant: Grant, picked: Picked, now: float) -> None:
+        """References only: what it takes to explain it is worked out if somebody asks."""
+        state, choice = self._state, picked.choice
+        ready = self._slots_ready(turn) if state.admission is not None else 0
+        state.decisions.granted(
+            Granted(
+                at=now,
+                owner=turn.owner.id,
+                route=turn.route,
+                slot=picked.slot,
+                waited_s=grant.held_s,
+                eligible=choice.slots,
+                free=choice.free,
+                preferred=choice.preferred,
+                admitted=bool(ready & ~choice.slots),
+                match=picked.match,
+                shared=picked.shared,
+                scored=picked.scored.candidates,
+                costs=picked.scored.costs,
+                names=state.seats.names,
+                policy=state.policy.scheduler.type,
+                revision=grant.policy_revision,
+            )
+        )
+
+    def _slots_ready(self, turn: Turn) -> int:
+        workers = self._state.workers
+        return workers.of_model(turn.model) & workers.ready
+
+    def _remember(
+        self,
+        turn: Turn,
+        what: Literal["hold", "reject", "moved"],
+        reason: str,
+        left_s: float,
+        now: float,
+    ) -> None:
+        state = self._state
+        policy, revision = state.policy.scheduler.type, state.policy_revision
+        state.decisions.other(
+            Other(now, turn.owner.id, turn.route, what, reason, left_s, policy, revision)
+        )
 
     def _lease(self, turn: Turn, slot: int, grant: Grant, matched: int, now: float) -> None:
         state = self._state
@@ -322,7 +377,7 @@ class Placement:
         )
         waiting = WaitingTurn(turn, place, reason, self._deadline(turn, reason))
         state.waiting.add(waiting)
-        self._hold(waiting, now)
+        self._begin_hold(waiting, now)
 
     def _deadline(self, turn: Turn, reason: Reason) -> float:
         """Whatever it waits for, it is one wait, which began when the turn did."""
@@ -444,6 +499,12 @@ class Placement:
 
     def _hold_anew(self, waiting: WaitingTurn, reason: Reason, now: float) -> None:
         self._state.waiting.postpone(waiting, reason, self._deadline(waiting.turn, reason))
+        self._begin_hold(waiting, now)
+
+    def _begin_hold(self, waiting: WaitingTurn, now: float) -> None:
+        """Of its first wait, and again when what it waits for has changed."""
+        self._state.waits.held(waiting.reason)
+        self._remember(waiting.turn, "hold", waiting.reason, waiting.deadline - now, now)
         self._hold(waiting, now)
 
     def send_on(self, now: float) -> None:
@@ -458,6 +519,7 @@ class Placement:
         self._gone(turn, now)
         route = turn.route
         self._state.counters["moved"] += 1
+        self._remember(turn, "moved", "", 0.0, now)
         self._state.effects.send(turn.owner, Moved(route.request, route.attempt, self.wire_ring()))
 
     def tick(self, now: float) -> None:
@@ -490,6 +552,7 @@ class Placement:
         self._gone(turn, now)
         route = turn.route
         self._state.counters["rejects"] += 1
+        self._remember(turn, "reject", f"{code}: {message}", 0.0, now)
         self._state.effects.send(
             turn.owner, Reject(route.request, route.attempt, code, message, retry_after_s)
         )

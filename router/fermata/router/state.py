@@ -14,6 +14,7 @@ from fermata.core.spec import LivenessSpec, RouterPolicySpec
 from fermata.router.admission import Admission, Facts, admission_rule
 from fermata.router.affinity import Affinity
 from fermata.router.approximate import ApproximateIndex
+from fermata.router.decisions import Decisions
 from fermata.router.lease import LeaseTable
 from fermata.router.load import Loads, Thresholds
 from fermata.router.model import Effects, Seats
@@ -27,6 +28,7 @@ from fermata.router.queue import Key
 from fermata.router.recent import Recent
 from fermata.router.shares import Shares
 from fermata.router.tier_index import Hashes
+from fermata.router.wait_statistics import WaitStatistics
 from fermata.router.waiting import Waiting
 from fermata.router.worker import ExpectedWorker, Workers
 from fermata.wire.messages import TimingProfile
@@ -102,6 +104,8 @@ class RouterState:
         self._settles_at = 0.0
         self.old_ends: Recent[LeaseId, None] = Recent(_MOST_RECENT)
         """Ended leases of earlier boots: a late claim does not bring them back."""
+        self.decisions = Decisions()
+        self.waits = WaitStatistics()
         self.must_judge = False
         """Capacity came free: waiting turns may go."""
         self.must_judge_all = False
