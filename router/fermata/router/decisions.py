@@ -58,17 +58,21 @@ class Other(msgspec.Struct, frozen=True):
 
 class Decisions:
     def __init__(self, *, most: int = MOST, most_others: int = MOST_OTHERS) -> None:
-        self._grants: deque[Granted] = deque(maxlen=most)
-        self._others: deque[Other] = deque(maxlen=most_others)
+        self._grants: deque[tuple[int, Granted]] = deque(maxlen=most)
+        self._others: deque[tuple[int, Other]] = deque(maxlen=most_others)
+        self._serial = 0
+        """Many are made in one moment, so time alone gives no order."""
 
     def __len__(self) -> int:
         return len(self._grants) + len(self._others)
 
     def granted(self, decision: Granted) -> None:
-        self._grants.append(decision)
+        self._serial += 1
+        self._grants.append((self._serial, decision))
 
     def other(self, decision: Other) -> None:
-        self._others.append(decision)
+        self._serial += 1
+        self._others.append((self._serial, decision))
 
     def explain(self, *, request: RequestId, prefix: str, limit: int, now: float) -> list[Decision]:
         """Newest first. O(what is remembered); without a request only as far back as `limit` needs."""
@@ -83,12 +87,16 @@ class Decisions:
         return found
 
     def _newest_first(self) -> Iterator[Granted | Other]:
-        # A grant ends a hold of the same moment, so it is the newer of the two.
-        return merge(reversed(self._grants), reversed(self._others), key=_age)
+        grants: Iterator[_Numbered] = reversed(self._grants)
+        others: Iterator[_Numbered] = reversed(self._others)
+        return (one for _, one in merge(grants, others, key=_age))
 
 
-def _age(one: Granted | Other) -> tuple[float, bool]:
-    return (-one.at, isinstance(one, Other))
+_Numbered = tuple[int, Granted | Other]
+
+
+def _age(numbered: _Numbered) -> int:
+    return -numbered[0]
 
 
 def _grant(one: Granted, now: float) -> Decision:

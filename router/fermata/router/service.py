@@ -14,6 +14,7 @@ import logging
 from fermata.core.clock import Clock
 from fermata.core.spec import RouterPolicySpec
 from fermata.router.core import Router, RouterConfig, Send
+from fermata.router.families import Family, families
 from fermata.router.router_links import RouterLinks
 from fermata.wire.messages import Handover, PolicyAck, Role
 from fermata.wire.socket import Context, Listener, Packet, Peer
@@ -71,6 +72,10 @@ class RouterService:
     def numbers(self) -> dict[str, float]:
         numbers = self.core.status(self._clock.now()).numbers
         return numbers | self._listener.counters.numbers() | {"sends_dropped": float(self.dropped)}
+
+    def families(self) -> list[Family]:
+        """Those with labels."""
+        return list(families(self.core.state))
 
     def _receive(self, peer: Peer, packet: Packet) -> None:
         self._send(self.core.receive(peer, packet.message, packet.frame, self._clock.now()))
