@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import count
 
 from fermata.core.ids import RequestId
 from fermata.router.deficit_round_robin import DeficitRoundRobin
@@ -97,7 +96,8 @@ class Queue:
         self._shares = DeficitRoundRobin([each.quantum for each in classes])
         self._lines: dict[tuple[int, int, bool], Line] = {}
         self._uses = [ClassUse() for _ in classes]
-        self._serials = count(1)
+        self._last = 0
+        """Serial."""
         self._count = 0
         self._paced = 0
 
@@ -113,7 +113,8 @@ class Queue:
 
     def add(self, place: Place) -> None:
         """A place that was in a queue before keeps its serial: among equals the first to come is the first."""
-        place.serial = place.serial or next(self._serials)
+        place.serial = place.serial or self._last + 1
+        self._last = max(self._last, place.serial)
         self._enter(place)
         self._count += 1
         self._account(place, 1)
