@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
-from fermata.router.affinity import affinity_key
-from fermata.router.decisions import Granted, Other
 from fermata.router.eligibility import Eligibility, Eligible, Wait
-from fermata.router.lease import Lease
+from fermata.router.granting import Choice, Granting
+from fermata.router.holding import Holding
 from fermata.router.leasing import Leasing
 from fermata.router.model import NO_HASHES, Turn
 from fermata.router.owner import Owner
-from fermata.router.policy import Question, Scored
 from fermata.router.policy_class import PolicyClass
-from fermata.router.prefix_index import Match
 from fermata.router.queue import Line, Next, Place
 from fermata.router.state import RouterState
 from fermata.router.waiting import Reason, WaitingTurn
-from fermata.wire.messages import Grant, Hints, Hold, Moved, ProgramEnded, Reject, Route
+from fermata.wire.messages import Hints, Moved, ProgramEnded, Reject, Route
 from fermata.wire.messages import Ring as WireRing
 
 RejectCode = Literal[
@@ -26,17 +22,6 @@ RejectCode = Literal[
 ]
 
 _RETRY_AFTER_S = 5.0
-_NOT_STREAMING_S = 240.0
-_CLIENT_MARGIN_S = 30.0
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """Where a turn may go: masks of the slots that have room and of all that could take it, and its session's own."""
-
-    free: int
-    preferred: int | None
-    slots: int
 
 
 def jump_s(hints: Hints) -> float:
@@ -44,19 +29,13 @@ def jump_s(hints: Hints) -> float:
     return max(0.0, float(hints.priority), hints.latency_sensitivity)
 
 
-class Picked(NamedTuple):
-    slot: int
-    match: Match
-    shared: dict[int, int]
-    choice: Choice
-    scored: Scored
-
-
 class Placement:
     def __init__(self, state: RouterState, leasing: Leasing) -> None:
         self._state = state
         self._leasing = leasing
         self._eligibility = Eligibility(state)
+        self._granting = Granting(state)
+        self._holding = Holding(state)
 
     def route(self, owner: Owner, route: Route, frame: memoryview, now: float) -> None:
         state = self._state
@@ -145,7 +124,7 @@ class Placement:
                 return True
             if route.attempt == waiting.turn.route.attempt:
                 state.counters["repeated_routes"] += 1
-                self._hold(waiting, now)
+                self._holding.tell(waiting, now)
                 return True
             state.waiting.remove(waiting)
             self._gone(waiting.turn, now)
@@ -153,14 +132,14 @@ class Placement:
 
     def _place_or_wait(self, turn: Turn, now: float) -> None:
         policy_class = self._state.waiting.classes.of(
-            turn.route.policy_class, lambda: self._uncached_tokens(turn)
+            turn.route.policy_class, lambda: self._granting.uncached_tokens(turn)
         )
         decision = self._decide(turn, policy_class)
         match decision:
             case Choice():
                 wait = self._behind(decision)
                 if wait is None:
-                    self._grant(turn, self._pick(turn, decision), now)
+                    self._granting.grant(turn, decision, now)
                 else:
                     self._wait(turn, policy_class, wait, now)
             case Wait():
@@ -202,140 +181,6 @@ class Placement:
         """Does one of the slots have room for the turns of a line?"""
         return bool(self._room(line.slots, line.policy_class, paced=line.is_paced) & slots)
 
-    def _match(self, turn: Turn) -> tuple[Match, dict[int, int]]:
-        """What is stored or promised of its prefix, and what active leases hold of it."""
-        state = self._state
-        match = state.index.match(turn.hashes)
-        promised, active = state.leases.promises.match(turn.hashes)
-        for depths in (state.approximate.match(turn.hashes), promised):
-            if depths:
-                device = match.get("device", {})
-                match["device"] = device | {
-                    slot: depth for slot, depth in depths.items() if depth > device.get(slot, 0)
-                }
-        return match, active
-
-    def _uncached_tokens(self, turn: Turn) -> int:
-        """As things are: what its prefill will cost where most of its prefix is."""
-        match, _ = self._match(turn)
-        depth = max((max(depths.values()) for depths in match.values() if depths), default=0)
-        return max(1, turn.route.input_tokens - depth * self._state.config.block_size)
-
-    def _pick(self, turn: Turn, choice: Choice) -> Picked:
-        state = self._state
-        match, active = self._match(turn)
-        question = Question(
-            input_tokens=turn.route.input_tokens,
-            blocks=-(-turn.route.input_tokens // state.config.block_size),
-            match=match,
-            shared=active,
-            preferred=choice.preferred,
-        )
-        candidates = state.loads.among(choice.free)
-        slot = state.placement_policy.pick(question, candidates)
-        return Picked(slot, match, active, choice, state.placement_policy.scored)
-
-    def _grant(self, turn: Turn, picked: Picked, now: float) -> None:
-        state = self._state
-        slot, match = picked.slot, picked.match
-        worker = state.workers.of_slot(slot)
-        assert worker is not None, "only registered workers' slots are ready"
-        matched = {tier: depths[slot] for tier, depths in match.items() if slot in depths}
-        route = turn.route
-        waiting = state.waiting.get(turn.owner.id, route.request)
-        grant = Grant(
-            request=route.request,
-            attempt=route.attempt,
-            lease=state.next_lease_id(),
-            worker=worker.id,
-            endpoint=worker.info.endpoint,
-            rank=state.seats[slot].rank,
-            matched={str(tier): depth for tier, depth in matched.items()},
-            policy_revision=state.policy_revision,
-            priority=route.hints.priority,
-            features=worker.info.features,
-            held_s=0.0 if waiting is None else max(0.0, now - turn.since),
-            hold_reason="" if waiting is None else waiting.reason,
-        )
-        if waiting is not None:
-            state.overload.drained(waiting.place.policy_class, now)
-            state.waits.granted(waiting.reason, grant.held_s)
-            state.waiting.remove(waiting)
-        self._lease(turn, slot, grant, max(matched.values(), default=0), now)
-        state.effects.send(turn.owner, grant)
-        self._remember_grant(turn, grant, picked, now)
-
-    def _remember_grant(self, turn: Turn, grant: Grant, picked: Picked, now: float) -> None:
-        """References only: what it takes to explain it is worked out if somebody asks."""
-        state, choice = self._state, picked.choice
-        ready = self._slots_ready(turn) if state.admission is not None else 0
-        state.decisions.granted(
-            Granted(
-                at=now,
-                owner=turn.owner.id,
-                route=turn.route,
-                slot=picked.slot,
-                waited_s=grant.held_s,
-                eligible=choice.slots,
-                free=choice.free,
-                preferred=choice.preferred,
-                admitted=bool(ready & ~choice.slots),
-                match=picked.match,
-                shared=picked.shared,
-                scored=picked.scored.candidates,
-                costs=picked.scored.costs,
-                names=state.seats.names,
-                policy=state.policy.scheduler.type,
-                revision=grant.policy_revision,
-            )
-        )
-
-    def _slots_ready(self, turn: Turn) -> int:
-        workers = self._state.workers
-        return workers.of_model(turn.model) & workers.ready
-
-    def _remember(
-        self,
-        turn: Turn,
-        what: Literal["hold", "reject", "moved"],
-        reason: str,
-        left_s: float,
-        now: float,
-    ) -> None:
-        state = self._state
-        policy, revision = state.policy.scheduler.type, state.policy_revision
-        state.decisions.other(
-            Other(now, turn.owner.id, turn.route, what, reason, left_s, policy, revision)
-        )
-
-    def _lease(self, turn: Turn, slot: int, grant: Grant, matched: int, now: float) -> None:
-        state = self._state
-        route = turn.route
-        lease = Lease(
-            id=grant.lease,
-            owner=turn.owner,
-            request=route.request,
-            attempt=route.attempt,
-            slot=slot,
-            worker=grant.worker,
-            input_tokens=route.input_tokens,
-            pending_tokens=max(0, route.input_tokens - matched * state.config.block_size),
-            node=state.leases.promises.hold(slot, turn.hashes),
-            grant=grant,
-            bound=state.affinity.granted(affinity_key(route.session, route.parent), route.key),
-            expected_tokens=self._expected_tokens(route, slot),
-        )
-        state.leases.begin(lease, is_present=True, dispatch_by=now + state.dispatch_timeout_s)
-        state.programs.granted((turn.owner.id, route.request), slot)
-        state.loads.renew(slot)
-
-    def _expected_tokens(self, route: Route, slot: int) -> int:
-        """Of its output, by what its client says (`osl`), and never more than there can be."""
-        osl = route.hints.osl - route.resumed
-        if osl <= 0:
-            return 0
-        return min(osl, route.max_tokens, self._state.loads.window(slot) - route.input_tokens)
-
     def _wait_unless_refused(
         self, turn: Turn, policy_class: PolicyClass, wait: Wait, now: float
     ) -> None:
@@ -350,7 +195,7 @@ class Placement:
         if not why:
             self._wait(turn, policy_class, wait, now)
         elif free := state.loads.room(wait.slots, policy_class.level, 1.0):
-            self._grant(turn, self._pick(turn, Choice(free, None, wait.slots)), now)
+            self._granting.grant(turn, Choice(free, None, wait.slots), now)
         else:
             state.counters["overloaded"] += 1
             most = state.policy.overload.retry_after_max_s
@@ -371,47 +216,13 @@ class Placement:
             strict=route.hints.strict_priority,
             jump_s=jump_s(route.hints),
             input_tokens=route.input_tokens,
-            uncached_tokens=self._uncached_tokens(turn),
+            uncached_tokens=self._granting.uncached_tokens(turn),
             slots=wait.slots,
             is_paced=is_paced,
         )
-        waiting = WaitingTurn(turn, place, reason, self._deadline(turn, reason))
+        waiting = WaitingTurn(turn, place, reason, self._holding.deadline(turn, reason))
         state.waiting.add(waiting)
-        self._begin_hold(waiting, now)
-
-    def _deadline(self, turn: Turn, reason: Reason) -> float:
-        """Whatever it waits for, it is one wait, which began when the turn did."""
-        state = self._state
-        no_worker_s = state.policy.overload.no_worker_wait_s
-        match reason:
-            case "booting":
-                return state.boot_ends_at
-            case "no_worker":
-                # A boot always gives workers the time to say Hello, however long the turn waited elsewhere.
-                least = state.boot_ends_at if state.is_booting else 0.0
-                return max(turn.since + no_worker_s, least)
-            case _:
-                return turn.since + self._longest_hold_s(turn.route)
-
-    def _longest_hold_s(self, route: Route) -> float:
-        """Then it is placed whatever the load. A client that hears nothing meanwhile gives up earlier."""
-        longest = self._state.policy.scheduler.thunder_agent.resume_timeout_s
-        if route.streaming:
-            return longest
-        longest = min(longest, _NOT_STREAMING_S)
-        if route.client_timeout_s > 0:
-            longest = min(longest, max(0.0, route.client_timeout_s - _CLIENT_MARGIN_S))
-        return longest
-
-    def _hold(self, waiting: WaitingTurn, now: float) -> None:
-        left_s = max(0.0, waiting.deadline - now)
-        if waiting.reason == "booting":
-            # What it may have to wait for after the boot is not known yet.
-            left_s += self._state.policy.overload.no_worker_wait_s
-        route = waiting.turn.route
-        self._state.effects.send(
-            waiting.turn.owner, Hold(route.request, route.attempt, waiting.reason, left_s)
-        )
+        self._holding.begin(waiting, now)
 
     def judge(self, now: float) -> None:
         """Let go whom there is room for, in the queue's order: a turn at a time, so that each sees the load of those
@@ -424,7 +235,7 @@ class Placement:
             self._let_go(chosen, now)
         for waiting, reason in changed:
             if state.waiting.get(*waiting.key) is waiting:
-                self._hold_anew(waiting, reason, now)
+                self._holding.hold_anew(waiting, reason, now)
 
     def _judge_anew(self, now: float) -> list[tuple[WaitingTurn, Reason]]:
         """Who waits for what, now. Returned are those whose reason is another."""
@@ -452,13 +263,13 @@ class Placement:
         match decision:
             case Choice():
                 state.waiting.queue.charge(chosen)
-                self._grant(waiting.turn, self._pick(waiting.turn, decision), now)
+                self._granting.grant(waiting.turn, decision, now)
             case Wait():
                 # Its session was bound elsewhere meanwhile, or its program has to wait now.
                 assert decision.slots != place.slots, "its line has room"
                 state.waiting.queue.move(place, decision.slots)
                 if not decision.slots:
-                    self._hold_anew(waiting, decision.reason, now)
+                    self._holding.hold_anew(waiting, decision.reason, now)
             case str():
                 state.waiting.remove(waiting)
                 self._reject(waiting.turn, "context_length_exceeded", decision, now)
@@ -480,7 +291,9 @@ class Placement:
             self.judge(now)
         for waiting in freed:
             if state.waiting.get(*waiting.key) is waiting:
-                self._hold_anew(waiting, "policy" if waiting.place.is_paced else "queue", now)
+                self._holding.hold_anew(
+                    waiting, "policy" if waiting.place.is_paced else "queue", now
+                )
 
     def _force(self, waiting: WaitingTurn, now: float) -> None:
         """Its time is up: it goes whatever the load, if there is anywhere to go."""
@@ -489,23 +302,13 @@ class Placement:
         match decision:
             case Choice():
                 state.counters["forced"] += 1
-                self._grant(waiting.turn, self._pick(waiting.turn, decision), now)
+                self._granting.grant(waiting.turn, decision, now)
             case Wait():
                 state.waiting.queue.move(waiting.place, decision.slots)
-                self._hold_anew(waiting, decision.reason, now)
+                self._holding.hold_anew(waiting, decision.reason, now)
             case str():
                 state.waiting.remove(waiting)
                 self._reject(waiting.turn, "context_length_exceeded", decision, now)
-
-    def _hold_anew(self, waiting: WaitingTurn, reason: Reason, now: float) -> None:
-        self._state.waiting.postpone(waiting, reason, self._deadline(waiting.turn, reason))
-        self._begin_hold(waiting, now)
-
-    def _begin_hold(self, waiting: WaitingTurn, now: float) -> None:
-        """Of its first wait, and again when what it waits for has changed."""
-        self._state.waits.held(waiting.reason)
-        self._remember(waiting.turn, "hold", waiting.reason, waiting.deadline - now, now)
-        self._hold(waiting, now)
 
     def send_on(self, now: float) -> None:
         """The ring moved: waiting turns whose key is another router's now are told. O(waiting)."""
@@ -519,7 +322,7 @@ class Placement:
         self._gone(turn, now)
         route = turn.route
         self._state.counters["moved"] += 1
-        self._remember(turn, "moved", "", 0.0, now)
+        self._holding.remember(turn, "moved", "", 0.0, now)
         self._state.effects.send(turn.owner, Moved(route.request, route.attempt, self.wire_ring()))
 
     def tick(self, now: float) -> None:
@@ -552,7 +355,7 @@ class Placement:
         self._gone(turn, now)
         route = turn.route
         self._state.counters["rejects"] += 1
-        self._remember(turn, "reject", f"{code}: {message}", 0.0, now)
+        self._holding.remember(turn, "reject", f"{code}: {message}", 0.0, now)
         self._state.effects.send(
             turn.owner, Reject(route.request, route.attempt, code, message, retry_after_s)
         )
