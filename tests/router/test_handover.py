@@ -7,7 +7,7 @@ import pytest
 
 from fermata.core.ids import RouterId, RoutingKey, SessionId
 from fermata.core.ring import Ring
-from fermata.core.spec import OverloadSpec, RouterPolicySpec
+from fermata.core.spec import OverloadSpec, RouterPolicySpec, SchedulerSpec
 from fermata.router.shares import Shares
 from fermata.wire import messages as wire
 from fermata.wire.roles import Peer
@@ -273,3 +273,70 @@ def test_an_owner_that_leaves_with_the_ring_is_not_called_dead(ringed):
         world.beat(worker)
     assert world.numbers["owners"] == 0
     assert world.take(wire.Fence, worker) == []
+
+
+def snapshot_of(world, worker, records) -> None:
+    (ask,) = world.take(wire.SnapshotRequest, worker)
+    world.say(worker, wire.SnapshotChunk(ask.rank, ask.request, 0, True, -1, [], records))
+
+
+def record(name: str, *, tokens: int, idle_s: float, **fields) -> wire.SessionRecord:
+    return wire.SessionRecord(
+        SessionId(name), SessionId(""), RoutingKey(name), tokens, idle_s, **fields
+    )
+
+
+def test_programs_are_rebuilt_after_a_boot_and_fill_no_more_than_pausing_would_leave(make_world):
+    scheduler = SchedulerSpec(type="ThunderAgent")
+    world = make_world(policy=RouterPolicySpec(scheduler=scheduler))
+    worker = world.worker("w0", snapshot=False)  # 65,536 tokens
+    records = [record(f"p{i}", tokens=8000, idle_s=100.0 - i) for i in range(16)]  # twice as much
+    snapshot_of(world, worker, records)
+    numbers = world.numbers
+    assert (numbers["programs"], numbers["programs_paused"]) == (16, 10)
+    assert 0.7 < numbers["occupancy_max"] <= 0.8
+    places = {p.session for p in world.router.state.programs if not p.is_paused}
+    assert places == {f"p{i}" for i in range(10, 16)}, "those used last"
+
+
+def test_of_two_workers_the_one_that_had_the_session_last_is_believed(make_world):
+    world = make_world()
+    for name, idle_s in (("w0", 50.0), ("w1", 5.0), ("w2", 90.0)):
+        worker = world.worker(name, snapshot=False)
+        snapshot_of(world, worker, [record("s", tokens=640, idle_s=idle_s)])
+    (program,) = world.router.state.programs
+    assert world.router.state.seats[program.slot].worker == "w1"
+    frontend = world.frontend()
+    world.grant(frontend, "r", 1, session=SessionId("s"))
+    worker = world.worker("w3", snapshot=False)
+    snapshot_of(world, worker, [record("s", tokens=640, idle_s=0.0)])
+    assert world.router.state.seats[program.slot].worker == "w1", "its own turn says more"
+
+
+def test_programs_move_with_their_keys_and_those_with_turns_when_these_have_ended(ringed):
+    world = ringed
+    world.worker("w0")
+    frontend = world.frontend()
+    idle, busy = THERE[:2]
+    run(world, frontend, idle, "r1")
+    grant = world.grant(frontend, "r2", 1, 2, key=busy, session=SessionId(busy), epoch=1)
+    world.progress(frontend, grant.lease, "accepted")
+    world.set_policy(RouterPolicySpec(), revision=2, ring=TWO)
+    ((_, (message,)),) = handovers(world).items()
+    told = {r.session: r for r in message.programs if r.context_tokens}
+    assert told.keys() == {idle, busy}
+    assert (told[busy].reasoning, told[idle].reasoning) == (True, False)
+    assert world.numbers["programs"] == 1
+    world.progress(frontend, grant.lease, "finished")
+    assert world.numbers["programs"] == 0
+    assert world.numbers["leases"] == 0
+
+
+def test_a_paused_program_is_handed_over_as_that(make_world):
+    world = make_world(id=RouterId("router-1"), number=4)
+    world.set_policy(RouterPolicySpec(), revision=2, ring=TWO)
+    world.worker("w0")
+    paused = record(THERE[0], tokens=900, idle_s=4.0, paused=True, finish_class="human")
+    world.say(Peer(wire.Role.ROUTER, "router-0", 1), wire.Handover(2, [paused], []))
+    (program,) = world.router.state.programs
+    assert (program.is_paused, program.gap, program.context_tokens) == (True, "human", 900)

@@ -43,7 +43,7 @@ class Router:
         self.state = RouterState(config, policy=policy, now=now)
         self._leasing = Leasing(self.state)
         self._retirement = Retirement(self.state)
-        self._handovers = Handovers(self.state, self.state.programs)
+        self._handovers = Handovers(self.state)
         self._fleet = Fleet(self.state, self._leasing, self._handovers)
         self._ownership = Ownership(self.state, self._leasing)
         self._placement = Placement(self.state, self._leasing)

@@ -15,11 +15,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+import msgspec
+
 from fermata.core.ids import OwnerId, RouterId, RoutingKey, WorkerId
 from fermata.core.ring import Ring
 from fermata.router.affinity import affinity_key, affinity_name
 from fermata.router.program import Program
-from fermata.router.program_table import ProgramTable
 from fermata.router.state import RouterState
 from fermata.router.worker import Worker
 from fermata.wire.messages import Handover, HeldTurn, Role, SessionRecord
@@ -38,18 +39,26 @@ class _Parcel:
 
 
 class Handovers:
-    def __init__(self, state: RouterState, programs: ProgramTable | None = None) -> None:
+    def __init__(self, state: RouterState) -> None:
         self._state = state
-        self._programs = programs
         self._expected: dict[WorkerId, list[SessionRecord]] = {}
         """Handed over, of workers that have not registered here yet."""
         self._count = 0
 
     def remember(self, records: Iterable[SessionRecord], slot: int, now: float) -> None:
-        """The sessions that the slot's worker says it has."""
-        for record in records:
-            if self._is_mine(record.key):
-                self._take_in(record, slot, now)
+        """The sessions that the slot's worker says it has, those used last first.
+
+        Which of them were paused no worker knows. Its engine keeps what was used last, so these have a place again, as
+        far as a round of pausing would leave them one; the others have to be resumed.
+        """
+        state = self._state
+        room = state.policy.scheduler.thunder_agent.pause_target * state.shares.tokens(slot)
+        for record in sorted(records, key=_idlest_last):
+            if not self._is_mine(record.key):
+                continue
+            use = state.programs.occupancy.use(slot)
+            is_paused = not record.reasoning and use + record.context_tokens > room
+            self._take_in(msgspec.structs.replace(record, paused=is_paused), slot, now)
 
     def registered(self, worker: Worker, now: float) -> None:
         """Its slots are open: what was handed over of it finds its place."""
@@ -92,9 +101,9 @@ class Handovers:
             self._send(parcels)
 
     def _pack_programs(self, parcels: dict[RouterId, _Parcel], now: float) -> None:
-        programs = self._programs
-        for program in list(programs or ()):
-            if programs is not None and not self._is_mine(program.key):
+        programs = self._state.programs
+        for program in list(programs):
+            if not self._is_mine(program.key):
                 self._parcel(parcels, program.key).records.append(self._record(program, now))
                 # One with a turn here goes with its end.
                 programs.release(program.session)
@@ -152,19 +161,22 @@ class Handovers:
     def _take_in(self, record: SessionRecord, slot: int | None, now: float) -> None:
         state = self._state
         state.counters["sessions_remembered"] += 1
-        if slot is not None and not record.paused:
+        if slot is not None:
             used_at = now - max(0.0, record.idle_s)
             key = affinity_key(record.session, record.parent)
             if used_at + state.policy.session_affinity.ttl_s > now:
                 state.affinity.adopt(key, record.key, slot, used_at=used_at, now=now)
-        has_place = slot is not None or record.paused
-        if self._programs is not None and record.context_tokens > 0 and has_place:
-            self._programs.remember(record, -1 if slot is None else slot, now)
+        if record.context_tokens > 0 and (slot is not None or record.paused):
+            state.programs.remember(record, -1 if slot is None else slot, now)
 
     def _is_mine(self, key: RoutingKey) -> bool:
         """Before the first epoch everything is."""
         state = self._state
         return not state.ring.epoch or state.ring.router_for(key) == state.config.id
+
+
+def _idlest_last(record: SessionRecord) -> float:
+    return record.idle_s
 
 
 def _chunks(parcel: _Parcel) -> Iterator[tuple[list[SessionRecord], list[HeldTurn]]]:

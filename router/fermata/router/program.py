@@ -65,6 +65,8 @@ class Program:
     drops_kv: bool = False
     """And then nobody comes back for what is cached."""
     is_live: bool = True
+    is_hearsay: bool = False
+    """Known by what others told, and by no turn of its own so far."""
     turns: dict[TurnKey, ProgramTurn] = field(default_factory=dict["TurnKey", "ProgramTurn"])
     """Those that count: it is Reasoning while there is one."""
     standing: Standing | None = None

@@ -139,6 +139,7 @@ class ProgramTable:
             self.counters["turns_beside"] += turn.is_beside
         elif is_known:
             self._leave_gap(program)
+        program.is_hearsay = False
         if not turn.is_beside:
             program.turns[key] = turn
             program.priority, program.model = priority, model
@@ -258,14 +259,22 @@ class ProgramTable:
                 self.watcher.chain_evicted(slot, session)
 
     def remember(self, record: SessionRecord, slot: int, now: float) -> None:
-        """What a worker tells a router that booted. Its chain is not known before its next turn."""
+        """What a worker, or the router that had it, tells of a program. Its chain is not known before its next turn.
+
+        Of several that tell of one the latest use is believed, and a turn of its own over all of them.
+        """
         since = now - max(0.0, record.idle_s)
-        known = not record.session or record.session in self._programs
-        if known or since + self._idle_timeout_s <= now:
+        program = self._programs.get(record.session)
+        if not record.session or since + self._idle_timeout_s <= now:
             return
-        program = self._create(Program(record.session, record.parent, record.key, False, now))
-        self.counters["remembered"] += 1
-        program.steps, program.acting_since, program.gap = 1, since, record.finish_class
+        if program is None:
+            program = self._create(Program(record.session, record.parent, record.key, False, now))
+            program.steps, program.is_hearsay = 1, True
+            self.counters["remembered"] += 1
+        elif not program.is_hearsay or since <= program.acting_since:
+            return
+        self._uncharge(program)
+        program.acting_since, program.gap = since, record.finish_class
         program.context_tokens = max(0, record.context_tokens)
         if record.paused:
             self._set_paused(program, paused=True)
