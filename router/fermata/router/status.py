@@ -50,6 +50,8 @@ def _programs(state: RouterState) -> dict[str, float]:
         "programs_created": table.created,
         "programs_paused": table.paused,
         "program_blocks": table.blocks,
+        "charged_tokens": sum(occupancy.use(slot) for slot in occupancy.rooms),
+        "share_tokens": state.shares.total,
         "occupancy_max": max(shares, default=0.0),
         "occupancy_mean": sum(shares) / len(shares) if shares else 0.0,
     }
