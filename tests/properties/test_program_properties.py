@@ -154,9 +154,7 @@ class Programs(RuleBasedStateMachine):
         name = SessionId(f"s{session}")
         self.requests += 1
         request = RequestId(f"r{self.requests}")
-        route = wire.Route(
-            request, 0, RoutingKey(name), 0, "m", 0, 1, session=name, final=True
-        )
+        route = wire.Route(request, 0, RoutingKey(name), 0, "m", 0, 1, session=name, final=True)
         answers = [s.message for s in self.say(OWNER, route)]
         assert any(isinstance(each, wire.ProgramEnded) for each in answers)
         program = self.router.state.programs.get(name)
