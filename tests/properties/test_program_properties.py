@@ -405,6 +405,7 @@ class Programs(RuleBasedStateMachine):
         again: list[Turn] = []
         for send in sends:
             message = send.message
+            assert not isinstance(message, wire.Reject), message
             if isinstance(message, wire.Grant):
                 turn = self.turns.get(message.request)
                 if turn is not None and message.attempt == turn.attempt:
@@ -412,8 +413,6 @@ class Programs(RuleBasedStateMachine):
                     SEEN[f"granted_after_{message.hold_reason or 'nothing'}"] += 1
             elif isinstance(message, wire.Hold):
                 SEEN[f"held_{message.reason}"] += 1
-            elif isinstance(message, wire.Reject):
-                raise AssertionError(message)
             elif isinstance(message, wire.Revoke) and send.to == OWNER:
                 lost = set(memoryview(send.frame).cast("Q"))
                 again += [t for t in self.turns.values() if t.lease in lost]
