@@ -62,11 +62,12 @@ class Budget:
         self._numbers = 0
 
     def joined(self, router: int, now: float) -> None:
-        """It booted, or is new: it acts on no share, whatever its predecessor was told."""
+        """It booted, or is new: it acts on no share, whatever its predecessor was told, and wants as much as that did."""
         known = self._accounts.get(router)
-        running = known.running if known is not None else 0
         self._numbers += 1
-        self._accounts[router] = _Account(now, running=running, number=self._numbers)
+        account = self._accounts[router] = _Account(now, number=self._numbers)
+        if known is not None:
+            account.waiting, account.running = known.wanted, known.running
 
     def left(self, router: int) -> None:
         """It is in no ring any more and has no turn here."""
