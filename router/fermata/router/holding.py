@@ -33,14 +33,15 @@ class Holding:
                 return turn.since + self._longest_hold_s(turn.route)
 
     def _longest_hold_s(self, route: Route) -> float:
-        """Then it is placed whatever the load. A client that hears nothing meanwhile gives up earlier."""
+        """Then it is placed whatever the load. A client that hears nothing meanwhile gives up earlier, and lives in
+        real seconds."""
         longest = self._state.policy.scheduler.thunder_agent.resume_timeout_s
         if route.streaming:
             return longest
-        longest = min(longest, _NOT_STREAMING_S)
+        patience_s = _NOT_STREAMING_S
         if route.client_timeout_s > 0:
-            longest = min(longest, max(0.0, route.client_timeout_s - _CLIENT_MARGIN_S))
-        return longest
+            patience_s = min(patience_s, max(0.0, route.client_timeout_s - _CLIENT_MARGIN_S))
+        return min(longest, self._state.real(patience_s))
 
     def tell(self, waiting: WaitingTurn, now: float) -> None:
         left_s = max(0.0, waiting.deadline - now)
