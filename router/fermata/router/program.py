@@ -26,7 +26,7 @@ TurnKey = tuple[str, RequestId]
 """Owner and request."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Standing:
     """How a program stood between two turns: what a turn that comes to nothing leaves behind."""
 

@@ -416,26 +416,31 @@ class ProgramTable:
         self._set_paused(program, paused=True)
 
     def _charge(self, program: Program, room: Room) -> None:
-        self._uncharge(program, keeps_mark=True)
-        self._set_paused(program, paused=False)
-        program.charge = self.occupancy.charge(
+        before = program.charge
+        charge = program.charge = self.occupancy.charge(
             room,
             program.chain,
             tokens=program.context_tokens,
             group=program.group,
             stays=not program.is_marked,
+            after=before,
         )
+        if before is None:
+            self._set_paused(program, paused=False)
+        else:
+            self.occupancy.release(before)
+            if before.room is charge.room:
+                return
+            del self._on_slot[before.room.slot][program]
         self._on_slot[room.slot][program] = None
 
-    def _uncharge(self, program: Program, *, keeps_mark: bool = False) -> None:
-        if not keeps_mark:
-            program.is_marked = False
+    def _uncharge(self, program: Program) -> None:
+        program.is_marked = False
         charge, program.charge = program.charge, None
         if charge is not None:
             self.occupancy.release(charge)
             del self._on_slot[charge.room.slot][program]
-            if not keeps_mark:
-                self.evictions.busy(charge.room.slot, program.session)
+            self.evictions.busy(charge.room.slot, program.session)
 
     def _regroup(self, program: Program) -> None:
         if program.charge is not None and program.charge.group != program.group:
