@@ -37,7 +37,7 @@ class Eligibility:
         if state.is_booting:
             has_nobody = state.has_policy and not len(state.workers)
             return Wait("no_worker" if has_nobody else "booting")
-        eligible = self._fitting(state.workers.of_model(turn.model) & state.workers.ready, turn)
+        eligible = self.able(turn)
         if not eligible:
             widest = state.loads.widest_ever.get(turn.model)
             if widest is not None and turn.route.input_tokens >= widest and state.is_settled:
@@ -48,6 +48,11 @@ class Eligibility:
         if bound is not None and self._is_hard(turn):
             eligible = 1 << bound
         return self._admitted(turn, eligible, bound, forced=forced)
+
+    def able(self, turn: Turn) -> int:
+        """Those that are ready and wide enough, wherever its session and its program belong."""
+        workers = self._state.workers
+        return self._fitting(workers.of_model(turn.model) & workers.ready, turn)
 
     def _admitted(
         self, turn: Turn, eligible: int, bound: int | None, *, forced: bool

@@ -184,18 +184,19 @@ class Placement:
     def _wait_unless_refused(
         self, turn: Turn, policy_class: PolicyClass, wait: Wait, now: float
     ) -> None:
-        """Refused is only who would wait for room, where none of the slots has any and the class's queue is full."""
+        """Refused is only who would wait for room, where no slot has any and the class's queue is full."""
         state = self._state
-        use = state.waiting.queue.use(policy_class)
+        use, level = state.waiting.queue.use(policy_class), policy_class.level
         why = ""
         if wait.slots:
             why = state.overload.refusal(
                 turn.route, policy_class, use, workers=state.workers.ready_count
             )
-        if not why:
-            self._wait(turn, policy_class, wait, now)
-        elif free := state.loads.room(wait.slots, policy_class.level, 1.0):
+        if why and (free := state.loads.room(wait.slots, level, 1.0)):
+            # A share of the slots above the threshold was enough to wait; it is not enough to refuse.
             self._granting.grant(turn, Choice(free, None, wait.slots), now)
+        elif not why or state.loads.room(self._eligibility.able(turn), level, 1.0):
+            self._wait(turn, policy_class, wait, now)
         else:
             state.counters["overloaded"] += 1
             most = state.policy.overload.retry_after_max_s

@@ -109,6 +109,7 @@ class Queue:
         return line is not None and place in line.order
 
     def use(self, policy_class: PolicyClass) -> ClassUse:
+        """Of its turns that wait for room."""
         return self._uses[policy_class.number]
 
     def add(self, place: Place) -> None:
@@ -117,14 +118,11 @@ class Queue:
         self._last = max(self._last, place.serial)
         self._enter(place)
         self._count += 1
-        self._account(place, 1)
 
     def remove(self, place: Place) -> None:
         self._leave(place)
         self._count -= 1
-        self._account(place, -1)
-        if not self._uses[place.policy_class.number].turns:
-            self._shares.idle(place.policy_class.number)
+        self._settle(place.policy_class.number)
 
     def move(self, place: Place, slots: int) -> None:
         """Other slots could take it now; its place among the others stays."""
@@ -132,6 +130,7 @@ class Queue:
             self._leave(place)
             place.slots = slots
             self._enter(place)
+            self._settle(place.policy_class.number)
 
     def has_paced(self, slots: int) -> bool:
         """Do paced turns wait for one of the slots, or, with none given, for anything?"""
@@ -176,6 +175,7 @@ class Queue:
         line.order.push(place.rank, place)
         line.ages.push(place.age, place)
         self._paced += place.is_paced
+        self._account(place, 1)
 
     def _leave(self, place: Place) -> None:
         key = (place.policy_class.number, place.slots, place.is_paced)
@@ -185,8 +185,16 @@ class Queue:
         self._paced -= place.is_paced
         if not len(line.order):
             del self._lines[key]
+        self._account(place, -1)
+
+    def _settle(self, number: int) -> None:
+        """After a turn of the class left: credit is for those who have turns to serve."""
+        if not self._uses[number].turns:
+            self._shares.idle(number)
 
     def _account(self, place: Place, sign: int) -> None:
+        if not place.slots:
+            return
         use = self._uses[place.policy_class.number]
         use.turns += sign
         use.input_tokens += sign * place.input_tokens
@@ -195,7 +203,7 @@ class Queue:
 
     def check_integrity(self) -> None:
         uses = [ClassUse() for _ in self._uses]
-        paced = 0
+        total = paced = 0
         for (number, slots, is_paced), line in self._lines.items():
             line.order.check_integrity()
             line.ages.check_integrity()
@@ -203,13 +211,15 @@ class Queue:
             for place in line.order:
                 assert place.policy_class.number == number
                 assert (place.slots, place.is_paced) == (slots, is_paced)
-                uses[number].turns += 1
-                uses[number].input_tokens += place.input_tokens
-                uses[number].uncached_tokens += place.uncached_tokens
-                uses[number].cached_tokens += place.input_tokens - place.uncached_tokens
+                total += 1
                 paced += is_paced
+                if slots:
+                    uses[number].turns += 1
+                    uses[number].input_tokens += place.input_tokens
+                    uses[number].uncached_tokens += place.uncached_tokens
+                    uses[number].cached_tokens += place.input_tokens - place.uncached_tokens
         assert uses == self._uses
-        assert (sum(use.turns for use in uses), paced) == (self._count, self._paced)
+        assert (total, paced) == (self._count, self._paced)
         self._shares.check_integrity()
         assert all(use.turns or not self._shares.credit(n) for n, use in enumerate(uses))
 

@@ -30,15 +30,28 @@ def numbers(state: RouterState, now: float) -> dict[str, float]:
         "ring_epoch": state.ring.epoch,
         "pending_prefill_tokens": sum(load.pending_tokens for load in loads),
         "decode_blocks": sum(state.leases.decode_blocks(load.slot) for load in loads),
+        "expected_blocks": sum(load.expected_blocks for load in loads),
         "slots_busy": (state.loads.busy | state.loads.above[0]).bit_count(),
         "uptime_s": now - state.booted_at,
         "leases_begun": state.leases.begun,
     }
     found.update(_programs(state))
+    found.update(_classes(state, now))
     for how, count in state.leases.ended.items():
         found[f"leases_{how}"] = count
     for name, count in state.counters.items():
         found[name] = count
+    return found
+
+
+def _classes(state: RouterState, now: float) -> dict[str, float]:
+    """What waits for room, and how fast it went lately. Class names have no underscore, names of metrics no hyphen."""
+    found: dict[str, float] = {}
+    for each in state.waiting.classes:
+        use, name = state.waiting.queue.use(each), each.name.replace("-", "_")
+        found[f"queue_{name}_turns"] = use.turns
+        found[f"queue_{name}_uncached_tokens"] = use.uncached_tokens
+        found[f"queue_{name}_drained_a_second"] = state.overload.drain_rate(each, now)
     return found
 
 
