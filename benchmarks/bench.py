@@ -21,7 +21,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 OUT = HERE.parent / "build" / "bench.json"
-PARTS = ("router", "worker", "prompt", "frontend")
+PARTS = ("router", "program", "worker", "prompt", "frontend")
 
 
 @dataclass(frozen=True)

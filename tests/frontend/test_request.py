@@ -221,7 +221,6 @@ def test_a_required_tool_call_can_not_be_resumed_and_none_drops_the_tools() -> N
 @pytest.mark.parametrize(
     ("raw", "param"),
     [
-        (b"{}", "messages"),
         (b'{"messages": "hi"}', "messages"),
         (b'{"messages": [], "temperature": "hot"}', "temperature"),
         (

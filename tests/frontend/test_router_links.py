@@ -20,11 +20,16 @@ def said(*entries: tuple[int, str]) -> list[tuple[int, str]]:
 
 
 def test_a_later_word_about_a_lease_says_the_earlier_ones() -> None:
-    assert said((1, "accepted"), (1, "prefilled"), (1, "tokens"), (1, "finished")) == [(1, "finished")]
+    assert said((1, "accepted"), (1, "prefilled"), (1, "tokens"), (1, "finished")) == [
+        (1, "finished")
+    ]
 
 
 def test_leases_do_not_speak_for_one_another() -> None:
-    assert said((1, "accepted"), (2, "accepted"), (1, "prefilled")) == [(1, "prefilled"), (2, "accepted")]
+    assert said((1, "accepted"), (2, "accepted"), (1, "prefilled")) == [
+        (1, "prefilled"),
+        (2, "accepted"),
+    ]
 
 
 def test_an_end_that_is_no_success_leaves_what_was_said_before_it() -> None:

@@ -33,6 +33,7 @@ from fermata.frontend.keys import ApiKeys
 from fermata.frontend.metrics import FrontendMetrics
 from fermata.frontend.prompt import PromptModel
 from fermata.frontend.request import ChatBody
+from fermata.frontend.router_questions import RouterQuestions
 from fermata.frontend.service import FrontendService
 from fermata.frontend.turn_model import TurnLimits
 from fermata.trace import TraceWriter, segments
@@ -157,6 +158,10 @@ class FakeRouter:
     byes: int = 0
     grants: dict[LeaseId, wire.Grant] = field(default_factory=dict)
     open_routes: dict[RequestId, wire.Route] = field(default_factory=dict)
+    farewells: list[wire.Route] = field(default_factory=list)
+    programs: dict[str, wire.ProgramRow] = field(default_factory=dict)
+    decisions: list[wire.Decision] = field(default_factory=list)
+    hold_reason: str = "queue"
     peer: Peer | None = None
 
     def __post_init__(self) -> None:
@@ -207,6 +212,24 @@ class FakeRouter:
                 )
             case wire.Route() | wire.Progress() if peer.incarnation not in self.known:
                 self.send(wire.Fault("unknown_peer", "say Hello"))
+            case wire.Route(final=True, input_tokens=0) as route:
+                self.farewells.append(route)
+                if self.mode != "silent":
+                    known = route.session in self.programs
+                    self.programs.pop(route.session, None)
+                    self.send(wire.ProgramEnded(route.request, route.attempt, known))
+            case wire.ProgramsRequest() as asked:
+                rows = [self.programs[s] for s in sorted(self.programs) if s > asked.after]
+                rows = [row for row in rows if row.session.startswith(asked.prefix)]
+                page, more = rows[: asked.limit], len(rows) > asked.limit
+                self.send(wire.Programs(asked.request, page, len(self.programs), 0, more))
+            case wire.ExplainRequest() as asked:
+                found = [
+                    d
+                    for d in self.decisions
+                    if d.request == asked.request and d.session.startswith(asked.prefix)
+                ]
+                self.send(wire.Explanation(asked.request, found, "KVAware", 3))
             case wire.Route() as route:
                 self.routes.append((route, bytes(packet.frame)))
                 self.open_routes[route.request] = route
@@ -231,7 +254,7 @@ class FakeRouter:
             case "grant":
                 self.grant(route)
             case "hold":
-                self.send(wire.Hold(route.request, route.attempt, "queue", 60.0))
+                self.send(wire.Hold(route.request, route.attempt, self.hold_reason, 60.0))  # type: ignore[arg-type]
             case "overloaded":
                 del self.open_routes[route.request]
                 self.send(wire.Reject(route.request, route.attempt, "overloaded", "too busy", 7.0))
@@ -1290,3 +1313,243 @@ async def test_a_moved_key_is_asked_where_the_new_ring_says(model: PromptModel) 
         assert other.routes[0][0].epoch == 2
         await until(lambda: set(other.grants) == set(other.ended()))
         other.die()
+
+
+FINAL = {"x-dynamo-session-id": "s", "x-dynamo-session-final": "true"}
+
+
+def program(session: str, **fields: Any) -> wire.ProgramRow:
+    settings: dict[str, Any] = {
+        "session": session, "parent": "", "phase": "acting", "state": "paused", "worker": "", "rank": 0,
+        "context_tokens": 700, "steps": 3, "turns": 0, "idle_s": 4.0, "waited_s": 0.0, "reason": "", "gap": "tool",
+    }  # fmt: skip
+    return wire.ProgramRow(**(settings | fields))
+
+
+@pytest.mark.parametrize("ask", [{"max_tokens": 1}, {"max_completion_tokens": 0}, {"messages": []}])
+@pytest.mark.parametrize("streams", [True, False])
+async def test_a_final_request_that_wants_nothing_ends_its_session_without_an_engine(
+    model: PromptModel, ask: dict[str, Any], streams: bool
+) -> None:
+    async with running(model) as stack:
+        stack.router.programs["s"] = program("s")
+        body = {"model": "m", "messages": HELLO, "stream": streams, **ask}
+        if streams:
+            body["stream_options"] = {"include_usage": True}
+        answer = await stack.client.post("/v1/chat/completions", json=body, headers=FINAL)
+        assert answer.status_code == 200
+        if streams:
+            chunks = events(answer.text)
+            assert content(chunks) == ""
+            assert finish_reasons(chunks) == ["stop"]
+            usage = chunks[-1]["usage"]
+        else:
+            (choice,) = answer.json()["choices"]
+            assert choice["message"]["content"] == ""
+            assert choice["finish_reason"] == "stop"
+            usage = answer.json()["usage"]
+        assert (usage["prompt_tokens"], usage["completion_tokens"]) == (0, 0)
+        (farewell,) = stack.router.farewells
+        assert (farewell.session, farewell.key, farewell.epoch) == ("s", "s", wire.NO_EPOCH)
+        assert not stack.router.programs
+        assert not stack.router.routes
+        assert not stack.worker.generates
+        assert len(stack.service.table) == 0
+
+
+async def test_a_final_request_of_a_nameless_client_is_answered_and_asks_nobody(
+    model: PromptModel,
+) -> None:
+    async with running(model) as stack:
+        headers = {"x-dynamo-session-final": "true"}
+        body = {"model": "m", "messages": HELLO, "max_tokens": 1}
+        answer = await stack.client.post("/v1/chat/completions", json=body, headers=headers)
+        assert answer.json()["usage"]["completion_tokens"] == 0
+        assert stack.router.farewells == []
+        prompt = {"prompt": "good-bye", "max_tokens": 1}
+        answer = await stack.client.post("/v1/completions", json=prompt, headers=FINAL)
+        assert answer.json()["choices"][0] == {
+            "index": 0, "text": "", "logprobs": None, "finish_reason": "stop",
+        }  # fmt: skip
+        assert len(stack.router.farewells) == 1
+
+
+async def test_a_final_turn_with_something_to_say_is_served_and_says_that_it_is_the_last(
+    model: PromptModel,
+) -> None:
+    async with running(model) as stack:
+        body = {"model": "m", "messages": HELLO}
+        answer = await stack.client.post("/v1/chat/completions", json=body, headers=FINAL)
+        assert answer.json()["choices"][0]["message"]["content"] == TEXT
+        ((route, _),) = stack.router.routes
+        assert route.final
+        assert route.input_tokens > 0
+        assert stack.worker.generates[0].final
+        assert stack.router.farewells == []
+
+
+async def test_no_messages_without_a_farewell_is_an_error(model: PromptModel) -> None:
+    async with running(model) as stack:
+        for body in ({"model": "m"}, {"model": "m", "messages": []}):
+            answer = await stack.client.post("/v1/chat/completions", json=body)
+            assert answer.status_code == 400
+            assert answer.json()["error"]["param"] == "messages"
+
+
+async def test_a_farewell_that_no_router_hears_is_answered_all_the_same(model: PromptModel) -> None:
+    async with running(model) as stack:
+        stack.service.questions = RouterQuestions(stack.service.routers, wait_s=0.2)
+        stack.router.mode = "silent"
+        body = {"model": "m", "messages": HELLO, "max_tokens": 1}
+        answer = await stack.client.post("/v1/chat/completions", json=body, headers=FINAL)
+        assert answer.status_code == 200
+        assert (
+            "fermata_frontend_unheard_farewells_total 1.0"
+            in (await stack.client.get("/metrics")).text
+        )
+        released = await stack.client.post("/programs/release", json={"program_id": "s"})
+        assert released.status_code == 503
+        assert len(stack.service.questions) == 0
+
+
+async def test_a_program_id_in_the_body_is_the_session_where_no_header_names_one(
+    model: PromptModel,
+) -> None:
+    async with running(model) as stack:
+        await stack.chat(program_id="top", nvext={"agent_hints": {"program_id": "hinted"}})
+        await stack.chat(program_id="top")
+        body = {"model": "m", "messages": HELLO, "program_id": "top"}
+        await stack.client.post(
+            "/v1/chat/completions", json=body, headers={"x-dynamo-session-id": "header"}
+        )
+        sessions = [(route.session, route.key) for route, _ in stack.router.routes]
+        assert sessions == [("hinted", "hinted"), ("top", "top"), ("header", "header")]
+        assert not any(route.inferred for route, _ in stack.router.routes)
+
+
+async def test_programs_are_listed_by_page_and_released_by_name(model: PromptModel) -> None:
+    async with running(model) as stack:
+        for name in ("c", "a", "b"):
+            stack.router.programs[name] = program(name, worker="w0", state="active")
+        first = (await stack.client.get("/programs", params={"limit": 2})).json()
+        assert [p["program_id"] for p in first["programs"]] == ["a", "b"]
+        assert first["next"] == "b"
+        assert first["programs"][0]["worker"] == "w0"
+        rest = (await stack.client.get("/programs", params={"after": first["next"]})).json()
+        assert [p["program_id"] for p in rest["programs"]] == ["c"]
+        assert rest["next"] is None
+        for expected in (True, False):
+            answer = await stack.client.post("/programs/release", json={"program_id": "b"})
+            assert answer.json() == {"program_id": "b", "released": expected}
+        for params in ({"limit": "0"}, {"limit": "many"}, {"limit": "1001"}):
+            assert (await stack.client.get("/programs", params=params)).status_code == 400
+        for wrong in ({}, {"program_id": " "}, {"program_id": 3}):
+            answer = await stack.client.post("/programs/release", json=wrong)
+            assert answer.status_code == 400, wrong
+
+
+async def test_a_tenant_sees_and_ends_only_its_own_programs(model: PromptModel) -> None:
+    async with running(model, apiKeys={"k1": "me", "k2": "you"}) as stack:
+        stack.router.programs |= {name: program(name) for name in ("me/s", "you/s", "you/t")}
+        mine, yours = ({"authorization": f"Bearer {key}"} for key in ("k1", "k2"))
+        listed = (await stack.client.get("/programs", headers=mine)).json()
+        assert [p["program_id"] for p in listed["programs"]] == ["s"]
+        answer = await stack.client.post(
+            "/programs/release", json={"program_id": "you/t"}, headers=mine
+        )
+        assert answer.json()["released"] is False
+        answer = await stack.client.post(
+            "/programs/release", json={"program_id": "t"}, headers=yours
+        )
+        assert answer.json()["released"] is True
+        assert set(stack.router.programs) == {"me/s", "you/s"}
+        assert (await stack.client.get("/programs")).status_code == 401
+        assert (await stack.client.post("/programs/release", json={})).status_code == 401
+
+
+async def test_a_turn_is_explained_to_who_asked_for_it(model: PromptModel) -> None:
+    async with running(model, apiKeys={"k1": "me", "k2": "you"}) as stack:
+        mine, yours = ({"authorization": f"Bearer {key}"} for key in ("k1", "k2"))
+        body = {"model": "m", "messages": HELLO, "program_id": "s"}
+        answer = await stack.client.post("/v1/chat/completions", json=body, headers=mine)
+        request = answer.headers["x-request-id"]
+        candidate = wire.Candidate(WorkerId("w0"), 0, True, 1.5, {"device": 3}, 1)
+        for what, age_s in (("grant", 1.0), ("hold", 3.0)):
+            decision = wire.Decision(
+                age_s, RequestId(request), 0, OwnerId("f"), "me/s", what, candidates=[candidate]  # type: ignore[arg-type]
+            )  # fmt: skip
+            stack.router.decisions.append(decision)
+        said = (await stack.client.get(f"/programs/explain/{request}", headers=mine)).json()
+        assert [d["what"] for d in said["decisions"]] == ["grant", "hold"]
+        assert said["decisions"][0]["session"] == "s"
+        assert said["decisions"][0]["candidates"][0]["matched"] == {"device": 3}
+        other = await stack.client.get(f"/programs/explain/{request}", headers=yours)
+        assert other.status_code == 404
+
+
+@pytest.mark.parametrize("reason", ["pressure", "admission", "queue", "policy"])
+async def test_whatever_a_stream_is_held_for_its_client_hears_of_it_and_the_metrics_too(
+    model: PromptModel, reason: str
+) -> None:
+    async with running(model) as stack:
+        stack.router.mode, stack.router.hold_reason = "hold", reason
+        async with stack.stream() as reader:
+            await until(lambda: reader.text.count('"delta":{}') >= 3)
+            assert reader.content == ""
+            stack.router.grant_all()
+            chunks = await reader.end()
+            assert content(chunks).startswith("The quick")
+        text = (await stack.client.get("/metrics")).text
+        assert f'fermata_frontend_hold_seconds_count{{reason="{reason}"}} 1.0' in text
+
+
+async def test_a_turn_asked_for_again_keeps_the_age_of_the_one_its_client_left(
+    model: PromptModel,
+) -> None:
+    async with running(model) as stack:
+        stack.router.mode = "hold"
+        client = await Client.connect(stack.server.port)
+        client.post({"model": "m", "messages": HELLO, "program_id": "s", "stream": True})
+        await until(lambda: any(turn.is_held for turn in stack.service.table))
+        await asyncio.sleep(0.15)
+        await client.close()
+        await until(lambda: not len(stack.service.table))
+        stack.router.mode = "grant"
+        await stack.chat(program_id="s")
+        await stack.chat(program_id="other")
+        again, other = (route for route, _ in stack.router.routes[1:])
+        assert 0.15 <= again.waited_s < 5.0
+        assert other.waited_s < 0.1
+
+
+async def test_while_both_are_open_a_repeat_cancels_nothing_and_both_are_served(
+    model: PromptModel,
+) -> None:
+    async with running(model) as stack:
+        stack.router.mode = "hold"
+        async with stack.stream(program_id="s") as older:
+            await until(lambda: any(turn.is_held for turn in stack.service.table))
+            async with stack.stream(program_id="s") as newer:
+                await until(lambda: len(stack.router.open_routes) == 2)
+                stack.router.grant_all()
+                answers = [content(await reader.end()) for reader in (older, newer)]
+        assert answers[0] == answers[1] != ""
+        assert stack.service.table.counters.cancellations == 0
+        assert stack.service.table.repeats.found == 1
+        await stack.quiet()
+
+
+async def test_a_finish_says_whether_a_tool_or_a_person_is_waited_for(model: PromptModel) -> None:
+    call = "I will look. <tool_call>\n{}\n</tool_call>"
+    async with running(model) as stack:
+        await stack.chat(program_id="s")
+        stack.worker.tokens = model.tokenizer.encode(call).tolist()
+        await stack.chat(program_id="s")
+        await stack.chat(program_id="s", max_tokens=2)
+        await stack.quiet()
+        ends = [p for p in stack.router.progress if p.kind == "finished"]
+        assert [(p.reason, p.gap) for p in ends] == [
+            ("stop", "human"),
+            ("stop", "tool"),
+            ("length", ""),
+        ]

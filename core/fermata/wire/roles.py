@@ -8,8 +8,11 @@ from fermata.wire.messages import (
     Abort,
     Accepted,
     Bye,
+    Demand,
     Drain,
     DrainStatus,
+    ExplainRequest,
+    Explanation,
     Fault,
     Fence,
     Generate,
@@ -29,6 +32,9 @@ from fermata.wire.messages import (
     Moved,
     Output,
     PolicyAck,
+    ProgramEnded,
+    Programs,
+    ProgramsRequest,
     Progress,
     Refused,
     Reject,
@@ -49,19 +55,21 @@ MAX_INCARNATION = 1 << 63
 _COMMON: Kinds = frozenset({Fault, StatusRequest, Status})
 _PEER: Kinds = _COMMON | {Hello, Heartbeat, Bye}
 _ANSWERS: Kinds = _COMMON | {Welcome, HeartbeatAck}
+_QUESTIONS: Kinds = frozenset({ExplainRequest, ProgramsRequest})
 
 _ALLOWED: dict[tuple[Role, Role], Kinds] = {
-    (Role.FRONTEND, Role.ROUTER): _PEER | {Route, Progress, LeaseClaims, LeaseList},
+    (Role.FRONTEND, Role.ROUTER): _PEER | _QUESTIONS | {Route, Progress, LeaseClaims, LeaseList},
     (Role.WORKER, Role.ROUTER): _PEER
     | {LeaseList, KvEvents, SnapshotChunk, LoadReport, DrainStatus},
-    (Role.OPERATOR, Role.ROUTER): _PEER | {SetPolicy, Drain},
+    (Role.OPERATOR, Role.ROUTER): _PEER | _QUESTIONS | {SetPolicy, Drain},
     (Role.ROUTER, Role.ROUTER): _PEER | {Handover, Welcome, HeartbeatAck},
     (Role.FRONTEND, Role.WORKER): _COMMON | {Generate, Abort},
     (Role.OPERATOR, Role.WORKER): _COMMON | {Drain},
-    (Role.ROUTER, Role.FRONTEND): _ANSWERS | {LeaseListRequest, Revoke, Grant, Hold, Reject, Moved},
+    (Role.ROUTER, Role.FRONTEND): _ANSWERS
+    | {LeaseListRequest, Revoke, Grant, Hold, Reject, Moved, ProgramEnded, Programs, Explanation},
     (Role.ROUTER, Role.WORKER): _ANSWERS
-    | {LeaseListRequest, Revoke, Fence, SnapshotRequest, HintPush, Drain},
-    (Role.ROUTER, Role.OPERATOR): _ANSWERS | {PolicyAck, DrainStatus},
+    | {LeaseListRequest, Revoke, Fence, SnapshotRequest, HintPush, Drain, Demand},
+    (Role.ROUTER, Role.OPERATOR): _ANSWERS | {PolicyAck, DrainStatus, Programs, Explanation},
     (Role.WORKER, Role.FRONTEND): _COMMON | {Accepted, Refused, Output},
     (Role.WORKER, Role.OPERATOR): _COMMON | {DrainStatus},
 }

@@ -46,6 +46,14 @@ def parse_hints(nvext: object, headers: Mapping[str, str]) -> Hints:
     )
 
 
+def said_program_ids(nvext: object, top_level: object) -> Mapping[str, str]:
+    """Where a body may name its program, by dotted path: `identity.ROWS` says which counts."""
+    if nvext is None and top_level is None:
+        return {}
+    hinted = _object(_object(nvext).get("agent_hints")).get("program_id")
+    return {"nvext.agent_hints.program_id": _text(hinted), "program_id": _text(top_level)}
+
+
 def cache_salt(nvext: object, top_level: object, headers: Mapping[str, str]) -> str:
     """The client's own part of the namespace: header over nvext over the body's top level."""
     if nvext is None and top_level is None and _TENANT not in headers:

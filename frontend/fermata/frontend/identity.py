@@ -1,8 +1,7 @@
 """Whose turn it is: the session, its parent, and the key that picks the router.
 
-Ids come from headers, are opaque, and change nothing by themselves. `ROWS` says in order of precedence where
-each client puts its own; the first row whose session is present wins. A row is data, so another client is
-another row.
+Ids are opaque, and change nothing by themselves. `ROWS` says in order of precedence where each client puts its own, in
+headers or in the body; the first row whose session is present wins. A row is data, so another client is another row.
 """
 
 from __future__ import annotations
@@ -21,19 +20,23 @@ _TRUE = frozenset({"1", "true", "yes", "on", "t"})
 @dataclass(frozen=True, slots=True)
 class IdentityRow:
     """Header names, lower case; of several the first present counts. `tree` names the whole agent tree,
-    where a client does."""
+    where a client does. `body` are dotted paths into the body, looked at where no header of the row is present."""
 
     client: str
-    session: tuple[str, ...]
+    session: tuple[str, ...] = ()
     parent: tuple[str, ...] = ()
     tree: tuple[str, ...] = ()
+    body: tuple[str, ...] = ()
 
 
 ROWS: tuple[IdentityRow, ...] = (
     IdentityRow(
         client="dynamo", session=("x-dynamo-session-id",), parent=("x-dynamo-parent-session-id",)
     ),
+    # Last before a session is inferred: a program id names what it is about, not who speaks.
+    IdentityRow(client="program_id", body=("nvext.agent_hints.program_id", "program_id")),
 )
+_NOTHING: Mapping[str, str] = {}
 
 
 class Identity(msgspec.Struct, frozen=True, gc=False):
@@ -47,6 +50,7 @@ class Identity(msgspec.Struct, frozen=True, gc=False):
 
 
 ANONYMOUS = Identity()
+_ANONYMOUS_END = Identity(final=True)
 
 
 class ScopedIdentity(msgspec.Struct, frozen=True, gc=False):
@@ -58,10 +62,15 @@ class ScopedIdentity(msgspec.Struct, frozen=True, gc=False):
     inferred: bool = False
 
 
-def identify(headers: Mapping[str, str], *, rows: Sequence[IdentityRow] = ROWS) -> Identity:
-    """`headers` by lower-case name."""
+def identify(
+    headers: Mapping[str, str],
+    said: Mapping[str, str] = _NOTHING,
+    *,
+    rows: Sequence[IdentityRow] = ROWS,
+) -> Identity:
+    """`headers` by lower-case name, `said` by dotted path in the body."""
     for row in rows:
-        session = _first(headers, row.session)
+        session = _first(headers, row.session) or _first(said, row.body)
         if session:
             parent = _first(headers, row.parent)
             return Identity(
@@ -71,7 +80,7 @@ def identify(headers: Mapping[str, str], *, rows: Sequence[IdentityRow] = ROWS) 
                 final=is_final(headers),
                 client=row.client,
             )
-    return ANONYMOUS
+    return _ANONYMOUS_END if is_final(headers) else ANONYMOUS
 
 
 def is_final(headers: Mapping[str, str]) -> bool:

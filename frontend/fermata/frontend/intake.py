@@ -15,11 +15,11 @@ from typing import Any, Literal, cast
 
 import msgspec
 
-from fermata.core.errors import NotFound
+from fermata.core.errors import InvalidTurn, NotFound
 from fermata.core.hashing import TOKEN_BYTES, hash_seed
-from fermata.core.ids import RequestId
+from fermata.core.ids import RequestId, new_request_id
 from fermata.frontend.config import FrontendConfig
-from fermata.frontend.hints import cache_salt, namespace_of, parse_hints
+from fermata.frontend.hints import cache_salt, namespace_of, parse_hints, said_program_ids
 from fermata.frontend.identity import (
     Identity,
     ScopedIdentity,
@@ -55,6 +55,18 @@ class Intent(msgspec.Struct, frozen=True):
     client_request_id: str
 
 
+class Farewell(msgspec.Struct, frozen=True, gc=False):
+    """A client that only ends its session: no engine is asked."""
+
+    request: RequestId
+    model: str
+    who: ScopedIdentity
+    """Without a session it says good-bye to nobody."""
+    identity: Identity
+    trigger: InputTrigger
+    client_request_id: str
+
+
 class _Asker(msgspec.Struct, frozen=True, gc=False):
     caller: Caller
     headers: Mapping[str, str]
@@ -82,8 +94,14 @@ class Intake:
         self._lineages = lineages
         self._threads = threads
 
-    async def chat(self, body: ChatBody, caller: Caller, headers: Mapping[str, str]) -> Intent:
+    async def chat(
+        self, body: ChatBody, caller: Caller, headers: Mapping[str, str]
+    ) -> Intent | Farewell:
         asker = self._check(body, caller, headers)
+        if asker.identity.final and (_is_brief(body) or not body.messages):
+            return self._farewell(body, asker)
+        if not body.messages:
+            raise InvalidTurn("messages is missing or empty", param="messages")
         text = self._model.render(
             body.messages,
             tools=body.shown_tools,
@@ -95,8 +113,10 @@ class Intake:
 
     async def completion(
         self, body: CompletionBody, caller: Caller, headers: Mapping[str, str]
-    ) -> Intent:
+    ) -> Intent | Farewell:
         asker = self._check(body, caller, headers)
+        if asker.identity.final and _is_brief(body):
+            return self._farewell(body, asker)
         asked = body.single_prompt()
         if isinstance(asked, str):
             prompt = await self._prepare(asked, asker, add_special_tokens=True)
@@ -114,7 +134,20 @@ class Intake:
         check_supported(body)
         salt = cache_salt(body.nvext, body.cache_salt, headers)
         namespace = namespace_of(caller.tenant, salt)
-        return _Asker(caller, headers, identify(headers), namespace, hash_seed(namespace=namespace))
+        identity = identify(headers, said_program_ids(body.nvext, body.program_id))
+        return _Asker(caller, headers, identity, namespace, hash_seed(namespace=namespace))
+
+    def _farewell(self, body: ChatBody | CompletionBody, asker: _Asker) -> Farewell:
+        request, identity = new_request_id(), asker.identity
+        who = scoped(identity, tenant=asker.caller.tenant) if identity.session else unknown(request)
+        return Farewell(
+            request=request,
+            model=self._config.model.name,
+            who=who,
+            identity=identity,
+            trigger=_trigger(body),
+            client_request_id=capped(asker.headers.get("x-request-id", "")),
+        )
 
     async def _prepare(
         self, text: str, asker: _Asker, *, add_special_tokens: bool = False
@@ -161,6 +194,7 @@ class Intake:
             hints=parse_hints(body.nvext, headers),
             policy_class=capped(headers.get("x-dynamo-meta-policy-class", "")),
             client_timeout_s=_seconds(headers.get("x-stainless-timeout", "")),
+            tool_call_tokens=self._model.tool_call_tokens,
             inputs=partial(message_inputs, _history(body, prompt)),
         )
         client_request = capped(headers.get("x-request-id", ""))
@@ -191,10 +225,16 @@ def _history(body: ChatBody | CompletionBody, prompt: Prompt) -> list[Any]:
 
 
 def _trigger(body: ChatBody | CompletionBody) -> InputTrigger:
-    if isinstance(body, CompletionBody):
+    last: Any = body.messages[-1] if isinstance(body, ChatBody) and body.messages else None
+    if not isinstance(last, dict):
         return "other"
-    last = cast("dict[str, Any]", body.messages[-1])  # the template has read it
-    return _TRIGGERS.get(str(last.get("role")), "other")
+    return _TRIGGERS.get(str(cast("dict[str, Any]", last).get("role")), "other")
+
+
+def _is_brief(body: ChatBody | CompletionBody) -> bool:
+    """Nobody wants an answer of a token: such a request is there for its headers."""
+    tokens = body.asked_tokens
+    return tokens is not None and tokens <= 1
 
 
 def _seconds(text: str) -> float:

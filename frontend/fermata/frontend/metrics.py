@@ -48,8 +48,14 @@ class FrontendMetrics:
         self.input_tokens = 0
         self.output_tokens = 0
         self.cached_tokens = 0
+        self.farewells = 0
+        """Requests that only ended their session."""
+        self.unheard_farewells = 0
+        """Of those, the ones that no router answered."""
         self.held_turns = 0
         self.held_s = 0.0
+        self.holds: dict[str, Histogram] = {}
+        """By reason, how long turns were held for it; one value a turn and reason."""
         self.duration_s = Histogram(_SECONDS)
         self.first_token_s = Histogram(_SECONDS)
         self.between_tokens_s = Histogram(_SHORT_SECONDS)
@@ -80,6 +86,11 @@ class FrontendMetrics:
         if times.held:
             self.held_turns += 1
             self.held_s += times.held
+            for reason, seconds in (times.holds or {}).items():
+                histogram = self.holds.get(reason)
+                if histogram is None:
+                    histogram = self.holds[reason] = Histogram(_SECONDS)
+                histogram.add(seconds)
         if is_finished:
             self.output_sizes.add(made)
             self.duration_s.add(times.ended - received)

@@ -55,6 +55,12 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     structured_outputs: dict[str, Any] | None = None
     cache_salt: Any = None
     nvext: Any = None
+    program_id: Any = None
+
+    @property
+    def asked_tokens(self) -> Number | None:
+        """How long the answer may be, as far as the client says."""
+        return self.max_tokens
 
     @property
     def include_usage(self) -> bool:
@@ -69,7 +75,8 @@ class GenerationBody(msgspec.Struct, kw_only=True):
 
 
 class ChatBody(GenerationBody, kw_only=True):
-    messages: list[Any]
+    messages: list[Any] = []
+    """Empty is for a client that only ends its session."""
     max_completion_tokens: Number | None = None
     tools: list[Any] | None = None
     tool_choice: Any = None
@@ -79,6 +86,11 @@ class ChatBody(GenerationBody, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     reasoning_effort: str | None = None
+
+    @property
+    def asked_tokens(self) -> Number | None:
+        newer = self.max_completion_tokens
+        return self.max_tokens if newer is None else newer
 
     @property
     def must_call_a_tool(self) -> bool:

@@ -208,7 +208,11 @@ class RouterLinks:
         for router in [r for r in self._peers if r not in self.ring.members]:
             welcome = self._peers[router].welcome
             if welcome is None or not self._table.leases_of(welcome.number):
-                self._peers.pop(router).link.close(linger_s=0.5)
+                peer = self._peers.pop(router)
+                if peer.answers and not peer.link.blocked:
+                    # Else it would take our silence for death, and have workers abort what others granted.
+                    peer.link.send(wire.Bye(self._me.incarnation, wire.LEFT_RING))
+                peer.link.close(linger_s=0.5)
 
     def _by_number(self, number: int) -> RouterPeer | None:
         router = self._numbers.get(number)

@@ -93,9 +93,7 @@ def is_resumable(body: ChatBody | CompletionBody, sampling: Sampling) -> bool:
 
 
 def _max_tokens(body: ChatBody | CompletionBody) -> int | None:
-    said = body.max_tokens
-    if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
-        said = body.max_completion_tokens
+    said = body.asked_tokens
     return None if said is None else _whole(said, 0, "max_tokens")
 
 

@@ -13,10 +13,12 @@ from collections.abc import Iterable
 from typing import assert_never
 
 from fermata.core.clock import Clock
-from fermata.core.ids import LeaseId, OwnerId, RouterId
+from fermata.core.ids import LeaseId, OwnerId, RequestId, RouterId
 from fermata.frontend.config import FrontendConfig
 from fermata.frontend.generate import generate_of, route_of
+from fermata.frontend.identity import ScopedIdentity
 from fermata.frontend.router_links import RouterLinks
+from fermata.frontend.router_questions import RouterQuestions
 from fermata.frontend.turn import Turn
 from fermata.frontend.turn_model import (
     Abort,
@@ -60,6 +62,7 @@ class FrontendService:
             owner=self,
             loop=self._loop,
         )
+        self.questions = RouterQuestions(self.routers)
         self.workers = WorkerLinks(
             context=context, me=self._me, receive=self._on_worker_packet, loop=self._loop
         )
@@ -87,6 +90,29 @@ class FrontendService:
 
     def stop(self, turn: Turn) -> None:
         self._act(self.table.stop(turn, self.clock.now()))
+
+    async def end_program(self, request: RequestId, who: ScopedIdentity) -> bool | None:
+        """Was it known to any router? None when none of them answered."""
+        farewell = wire.Route(
+            request=request,
+            attempt=0,
+            key=who.key,
+            epoch=wire.NO_EPOCH,
+            model=self.config.model.name,
+            input_tokens=0,
+            max_tokens=0,
+            session=who.session,
+            parent=who.parent,
+            final=True,
+        )
+        answers = await self.questions.ask(request, farewell, wire.ProgramEnded)
+        return any(answer.was_known for answer in answers) if answers else None
+
+    async def programs(self, asked: wire.ProgramsRequest) -> list[wire.Programs]:
+        return await self.questions.ask(asked.request, asked, wire.Programs)
+
+    async def explain(self, asked: wire.ExplainRequest) -> list[wire.Explanation]:
+        return await self.questions.ask(asked.request, asked, wire.Explanation)
 
     async def run(self) -> None:
         """Ticks for ever; cancel it to end. A fault in one tick is logged and does not end the next."""
@@ -123,6 +149,8 @@ class FrontendService:
                 self._act(self.table.moved(message.request, message.attempt, now))
             case wire.LeaseListRequest():
                 self._send_lease_list(router)
+            case wire.ProgramEnded() | wire.Programs() | wire.Explanation():
+                self.questions.answered(router, message.request, message)
             case _:
                 pass  # counted and logged where it matters: Fault by the link, the rest is not for us
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 
 from fermata.core.ids import OwnerId
-from fermata.frontend.intake import Intent
+from fermata.frontend.intake import Farewell, Intent
 from fermata.frontend.turn import Turn
 from fermata.frontend.turn_model import Cancelled, Failed, Finished
 from fermata.trace import (
@@ -34,7 +34,9 @@ def record_of(
     """`received` is on the turn's own clock, `reason` and `stop` what the client was told."""
     return TraceRecord(
         event_time_unix_ms=now_unix_ms,
-        agent_context=_context(intent),
+        agent_context=_context(
+            intent, session=intent.spec.session, inferred=intent.spec.inferred
+        ),
         request=_request(
             intent, turn, owner=owner, model=model, received=received, received_unix_ms=received_unix_ms,
             reason=reason, stop=stop,
@@ -42,9 +44,38 @@ def record_of(
     )  # fmt: skip
 
 
-def _context(intent: Intent) -> AgentContext | None:
-    spec, identity = intent.spec, intent.identity
-    session = identity.session or spec.session
+def farewell_record(
+    farewell: Farewell,
+    *,
+    owner: OwnerId,
+    received: float,
+    ended: float,
+    received_unix_ms: int,
+    now_unix_ms: int,
+) -> TraceRecord:
+    """Of a request that only ended its session: no tokens, no attempts."""
+    return TraceRecord(
+        event_time_unix_ms=now_unix_ms,
+        agent_context=_context(farewell, session=farewell.who.session),
+        request=RequestEnd(
+            request_id=farewell.request,
+            x_request_id=farewell.client_request_id or None,
+            model=farewell.model,
+            request_received_ms=received_unix_ms,
+            total_time_ms=_ms(received, ended),
+            finish_reason_metadata=FinishMetadata(finish_reason="stop"),
+            proxy_instance_id=owner,
+            attempts=0,
+            outcome="finished",
+        ),
+    )
+
+
+def _context(
+    intent: Intent | Farewell, *, session: str, inferred: bool = False
+) -> AgentContext | None:
+    identity = intent.identity
+    session = identity.session or session
     if not session:
         return None
     return AgentContext(
@@ -52,7 +83,7 @@ def _context(intent: Intent) -> AgentContext | None:
         parent_session_id=identity.parent or None,
         session_final=identity.final,
         input_trigger=intent.trigger,
-        inferred=spec.inferred,
+        inferred=inferred,
     )
 
 

@@ -65,7 +65,16 @@ class Turn:
     """Fields are for reading; the methods alone change them. Each is O(1) but for the tokens it
     copies."""
 
-    def __init__(self, spec: TurnSpec, *, reader: Reader, now: float, limits: TurnLimits) -> None:
+    def __init__(
+        self,
+        spec: TurnSpec,
+        *,
+        reader: Reader,
+        now: float,
+        limits: TurnLimits,
+        waited_s: float = 0.0,
+    ) -> None:
+        """`waited_s`: so long it has waited already, as a turn that it repeats."""
         self.spec = spec
         self.reader = reader
         self.stage = Stage.ROUTING
@@ -93,7 +102,7 @@ class Turn:
         self._base = 0
         self._hashes: bytes | None = spec.hashes
         self._refusals = 0
-        self._waiting_since = now
+        self._waiting_since = now - waited_s
         self._held_since: float | None = None
         self._ask_at = now + limits.ask_again_s
         self._silent_at = now + limits.silence_s
@@ -141,6 +150,10 @@ class Turn:
         """Since it began to wait for a slot: the age that another router would not know."""
         return max(0.0, now - self._waiting_since)
 
+    def queue_age_s(self, now: float) -> float:
+        """How long it has waited, or did until it was granted; a turn that repeats it has waited as long."""
+        return self.waited_s(now if self.stage is Stage.ROUTING else self.times.granted)
+
     def start(self) -> Effects:
         return [Ask(self)]
 
@@ -170,8 +183,8 @@ class Turn:
     def held(self, hold: Hold, now: float) -> Effects:
         if self.stage is not Stage.ROUTING or hold.attempt != self.attempt:
             return _NOTHING
-        if self._held_since is None:
-            self._held_since = now
+        self._end_hold(now)
+        self._held_since = now
         self.hold_reason = hold.reason
         self._ask_at = max(self._ask_at, now + self._limits.ask_again_held_s)
         self._silent_at = now + hold.deadline_s + self._limits.silence_s
@@ -375,7 +388,12 @@ class Turn:
 
     def _end_hold(self, now: float) -> None:
         if self._held_since is not None:
-            self.times.held += now - self._held_since
+            held = now - self._held_since
+            self.times.held += held
+            holds = self.times.holds
+            if holds is None:
+                holds = self.times.holds = {}
+            holds[self.hold_reason] = holds.get(self.hold_reason, 0.0) + held
             self._held_since = None
 
     def _told(self, kind: Literal["accepted", "prefilled", "tokens"]) -> Report:
@@ -394,7 +412,18 @@ class Turn:
         assert self.lease is not None
         lease, self.lease = self.lease, None
         self._past.add(lease)
-        return Report(self, LeaseProgress(lease, kind, self.attempt_tokens, usage, reason, event))
+        gap = self._gap(reason) if kind == "finished" else ""
+        return Report(
+            self,
+            LeaseProgress(lease, kind, self.attempt_tokens, usage, reason, event, gap=gap),
+        )
+
+    def _gap(self, reason: str) -> Literal["", "tool", "human"]:
+        """What its session waits for now. O(output), once."""
+        marks = self.spec.tool_call_tokens
+        if any(mark in self.tokens for mark in marks):
+            return "tool"
+        return "human" if marks and reason == "stop" else ""
 
     def _abort(self) -> Abort:
         assert self.grant is not None

@@ -87,6 +87,8 @@ class TurnSpec(msgspec.Struct, frozen=True, kw_only=True):
     hints: Hints = _UNSAID
     policy_class: str = ""
     client_timeout_s: float = 0.0
+    tool_call_tokens: tuple[int, ...] = ()
+    """Output with one of them calls a tool; empty: there is no telling."""
     inputs: Callable[[], list[str]] = list
     """For simulated responders (`Generate.script_inputs`); called only if the worker wants them."""
 
@@ -164,3 +166,5 @@ class Times:
     ended: float = 0.0
     held: float = 0.0
     """A duration: held by routers, over all attempts."""
+    holds: dict[str, float] | None = None
+    """The same by reason; None while there was no hold."""

@@ -17,8 +17,10 @@ from fermata.core.errors import PoisonTurn, TurnError
 from fermata.core.hashing import HASH_BYTES, TOKEN_BYTES
 from fermata.core.ids import LeaseId, RequestId, lease_incarnation, lease_router
 from fermata.core.lease_digest import LeaseDigest
+from fermata.frontend.repeats import Repeats
 from fermata.frontend.turn import Turn
 from fermata.frontend.turn_model import (
+    Cancelled,
     Dispatch,
     Effect,
     Effects,
@@ -73,6 +75,7 @@ TableEffect = Effect | GiveBack
 class TurnTable:
     def __init__(self, limits: TurnLimits) -> None:
         self.counters = TurnCounters()
+        self.repeats = Repeats()
         self._limits = limits
         self._turns: dict[RequestId, Turn] = {}
         self._routing: dict[RequestId, Turn] = {}
@@ -113,8 +116,10 @@ class TurnTable:
 
     def start(self, spec: TurnSpec, *, reader: Reader, now: float) -> tuple[Turn, Effects]:
         assert spec.request not in self._turns, spec.request
-        turn = Turn(spec, reader=reader, now=now, limits=self._limits)
+        waited_s = self.repeats.age_s(spec, now)
+        turn = Turn(spec, reader=reader, now=now, limits=self._limits, waited_s=waited_s)
         self._turns[spec.request] = turn
+        self.repeats.began(spec, turn)
         self.counters.turns += 1
         return turn, self._kept(turn, turn.start())
 
@@ -182,7 +187,11 @@ class TurnTable:
         return effects
 
     def cancel(self, turn: Turn, now: float) -> Effects:
-        self.counters.cancellations += not turn.ended
+        if turn.ended:
+            return ()
+        self.counters.cancellations += 1
+        age_s, was_held = turn.queue_age_s(now), turn.is_held
+        self.repeats.left(turn.spec, age_s=age_s, was_held=was_held, now=now)
         return self._kept(turn, turn.cancel(now))
 
     def stop(self, turn: Turn, now: float) -> Effects:
@@ -233,6 +242,7 @@ class TurnTable:
         for router in {lease_router(lease) for lease in self._by_lease} | set(self._digests):
             assert self.digest(router) == LeaseDigest(self.leases_of(router))
         assert len(self._closed) <= REMEMBERED_LEASES
+        self.repeats.check_integrity()
 
     def _see(self, lease: LeaseId) -> None:
         router = lease_router(lease)
@@ -271,10 +281,13 @@ class TurnTable:
     def _count_end(self, turn: Turn) -> None:
         self.counters.migrations += turn.migrations
         match turn.outcome:
+            case Cancelled():
+                return  # its client may come back
             case Failed(PoisonTurn()):
                 self.counters.poisons += 1
             case _:
                 pass
+        self.repeats.ended(turn.spec)
 
 
 def _claim(lease: LeaseId, turn: Turn) -> LeaseClaim:

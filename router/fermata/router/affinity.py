@@ -11,17 +11,23 @@ binding is still as the turn saw it: of two turns that race, the first to be acc
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from fermata.core.ids import SessionId
+from fermata.core.ids import RoutingKey, SessionId
 
 _MOST_BINDINGS = 65_536
+_NO_KEY = RoutingKey("")
 
 
 @dataclass(slots=True, eq=False)
 class Binding:
     key: str
     slot: int
+    routing: RoutingKey = _NO_KEY
+    """Says which router of the ring it belongs to."""
+    told_of: float | None = None
+    """For one that we were told of: when it was used last. None once a turn of ours was."""
     turns: int = 0
     version: int = 0
     is_broken: bool = False
@@ -34,6 +40,7 @@ class BoundTurn:
     key: str
     seen: Binding | None
     version: int
+    routing: RoutingKey = _NO_KEY
     counted: Binding | None = None
     """The binding whose expiry it holds up."""
 
@@ -43,6 +50,14 @@ def affinity_key(session: SessionId, parent: SessionId) -> str:
     if not session:
         return ""
     return f"siblings:{parent}" if parent else f"session:{session}"
+
+
+def affinity_name(key: str) -> tuple[SessionId, SessionId]:
+    """Session and parent that bind by this key."""
+    kind, _, name = key.partition(":")
+    if kind == "siblings":
+        return SessionId(name), SessionId(name)
+    return SessionId(name), SessionId("")
 
 
 class Affinity:
@@ -63,12 +78,12 @@ class Affinity:
         binding = self._bindings.get(key)
         return None if binding is None else binding.slot
 
-    def granted(self, key: str) -> BoundTurn | None:
+    def granted(self, key: str, routing: RoutingKey = _NO_KEY) -> BoundTurn | None:
         """A turn of the session is under way; from now on its binding, if there is one, does not expire."""
         if not key:
             return None
         binding = self._bindings.get(key)
-        turn = BoundTurn(key, binding, binding.version if binding else 0)
+        turn = BoundTurn(key, binding, binding.version if binding else 0, routing)
         if binding is not None:
             self._count(turn, binding)
         return turn
@@ -76,7 +91,7 @@ class Affinity:
     def accepted(self, turn: BoundTurn, slot: int) -> None:
         binding = self._bindings.get(turn.key)
         if binding is None:
-            binding = Binding(turn.key, slot)
+            binding = Binding(turn.key, slot, turn.routing)
             self._bindings[turn.key] = binding
             self._of_slot.setdefault(slot, set()).add(turn.key)
         elif binding.slot != slot and turn.seen is binding and turn.version == binding.version:
@@ -84,9 +99,34 @@ class Affinity:
             binding.slot = slot
             binding.version += 1
             self._of_slot.setdefault(slot, set()).add(turn.key)
+        binding.told_of = None
         if turn.counted is not binding:
             self._count(turn, binding)
         self._evict()
+
+    def adopt(
+        self, key: str, routing: RoutingKey, slot: int, *, used_at: float, now: float
+    ) -> None:
+        """Somebody else's word: it counts until a turn of ours does, the latest use of several. Expires from now."""
+        if not key:
+            return
+        binding = self._bindings.get(key)
+        if binding is None:
+            binding = self._bindings[key] = Binding(key, slot, routing, used_at)
+            self._of_slot.setdefault(slot, set()).add(key)
+            self._idle[key] = now
+            self._evict()
+        elif binding.told_of is not None and used_at > binding.told_of:
+            binding.told_of = used_at
+            if binding.slot != slot:
+                self._leave_slot(binding)
+                binding.slot = slot
+                binding.version += 1
+                self._of_slot.setdefault(slot, set()).add(key)
+
+    def others(self, is_mine: Callable[[RoutingKey], bool]) -> list[Binding]:
+        """Those whose key is another router's. O(bindings)."""
+        return [b for b in self._bindings.values() if b.routing and not is_mine(b.routing)]
 
     def ended(self, turn: BoundTurn, now: float) -> None:
         """However it ended."""

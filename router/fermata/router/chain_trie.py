@@ -70,6 +70,20 @@ class ChainTrie:
         self.hold_again(node, holder)
         return node
 
+    def hold_after(self, node: Node, chain: Hashes, holder: int) -> Node:
+        """Like `hold`, for a chain that most often goes on from a held one's end: then O(1)."""
+        end = node.end
+        if node.parent is None or end > len(chain) or node.chain[end - 1] != chain[end - 1]:
+            return self.hold(chain, holder)
+        if end < len(chain):
+            leaf = Node(node, chain, end, len(chain))
+            if chain[end] in node.children or not self._file(leaf):
+                return self.hold(chain, holder)
+            node.children[chain[end]] = leaf
+            node = leaf
+        self.hold_again(node, holder)
+        return node
+
     def hold_again(self, node: Node, holder: int) -> None:
         """Another holder of the same chain."""
         if node.parent is not None:
@@ -124,9 +138,12 @@ class ChainTrie:
     def _deepest_handle(self, chain: Hashes) -> Node:
         best = self._root
         low, high = 0, len(chain)
+        nodes = self._nodes
         while low < high:
-            middle = _fattest(low, high)
-            node = self._nodes.get(chain[middle - 1])
+            middle = high & -1 << (
+                (low ^ high).bit_length() - 1
+            )  # _fattest: this loop is what a search costs
+            node = nodes.get(chain[middle - 1])
             if node is not None and node.handle == middle:
                 best = node
                 low = node.end

@@ -17,10 +17,13 @@ from fermata.core.ids import RouterId
 from fermata.core.ring import Ring
 from fermata.core.spec import RouterPolicySpec
 from fermata.router.fleet import Fleet
+from fermata.router.handover import Handovers
+from fermata.router.introspection import explanation, programs
 from fermata.router.leasing import Leasing
 from fermata.router.model import Send
 from fermata.router.ownership import Ownership
 from fermata.router.placement import Placement
+from fermata.router.retirement import Retirement
 from fermata.router.state import RouterConfig, RouterState
 from fermata.router.status import numbers
 from fermata.wire import messages as wire
@@ -39,7 +42,9 @@ class Router:
         """Without a policy it holds turns until SetPolicy, and serves with the defaults after `BOOT_WAIT_S`."""
         self.state = RouterState(config, policy=policy, now=now)
         self._leasing = Leasing(self.state)
-        self._fleet = Fleet(self.state, self._leasing)
+        self._retirement = Retirement(self.state)
+        self._handovers = Handovers(self.state)
+        self._fleet = Fleet(self.state, self._leasing, self._handovers)
         self._ownership = Ownership(self.state, self._leasing)
         self._placement = Placement(self.state, self._leasing)
 
@@ -51,18 +56,23 @@ class Router:
             case wire.Hello():
                 self._hello(sender, message, now)
             case wire.SetPolicy():
-                self._set_policy(sender, message)
+                self._set_policy(sender, message, now)
             case wire.StatusRequest():
                 self.state.effects.send(sender, self.status(now))
+            case wire.ProgramsRequest():
+                self.state.effects.send(sender, programs(self.state, message, now))
+            case wire.ExplainRequest():
+                self.state.effects.send(sender, explanation(self.state, message, now))
             case wire.Drain():
-                # All a router knows is known elsewhere too, so it may go at any time.
-                self.state.effects.send(sender, wire.DrainStatus("drained", 0))
+                self._retirement.ask(sender, message.deadline_s, now)
             case _ if sender.role is wire.Role.FRONTEND:
                 self._from_frontend(sender, message, frame, now)
             case _ if sender.role is wire.Role.WORKER:
                 self._from_worker(sender, message, frame, now)
             case wire.Heartbeat():
                 self._acknowledge(sender, known=True)
+            case wire.Handover() if sender.role is wire.Role.ROUTER:
+                self._handovers.take(message, now)
             case _:
                 self.state.counters["unexpected_messages"] += 1
         return self._finish(now)
@@ -75,6 +85,11 @@ class Router:
         self._fleet.tick(now)
         self._leasing.dispatch_timeouts(now)
         state.affinity.expire(now, state.policy.session_affinity.ttl_s)
+        state.approximate.expire(now)
+        state.programs.expire(now)
+        if state.admission is not None:
+            due = state.admission.next_round()
+            state.admission.is_due |= due is not None and due <= now
         self._epilogue(now)
         self._placement.tick(now)
         state.index.sweep(_SWEEP_ENTRIES)
@@ -92,10 +107,18 @@ class Router:
             state.leases.dispatches.next(),
             state.waiting.deadlines.next(),
             state.affinity.next_expiry(state.policy.session_affinity.ttl_s),
+            state.approximate.next_expiry(),
+            self._retirement.by,
+            state.programs.idle.next(),
+            self._next_round(),
             state.boot_ends_at if not state.is_settled else None,
             now + state.real(_SWEEP_EVERY_S) if not state.index.is_swept else None,
         ]
         return min((at for at in deadlines if at is not None), default=None)
+
+    def _next_round(self) -> float | None:
+        state = self.state
+        return None if state.admission is None or state.is_booting else state.admission.next_round()
 
     def status(self, now: float) -> wire.Status:
         state = self.state
@@ -108,8 +131,21 @@ class Router:
                 "incarnation": str(state.incarnation),
                 "policy": state.policy.scheduler.type,
                 "workers": ",".join(state.workers.admitted_ids()),
+                "workers_without_events": ",".join(
+                    worker.id for worker in state.workers if not worker.sends_events
+                ),
             },
         )
+
+    @property
+    def is_drained(self) -> bool:
+        """It was asked to go, and nobody needs it any more."""
+        return self._retirement.is_over
+
+    def take_warnings(self) -> list[str]:
+        """What people should read, since last asked."""
+        warnings, self.state.warnings = self.state.warnings, []
+        return warnings
 
     def check_integrity(self) -> None:
         """O(everything): what is kept incrementally equals a recount."""
@@ -118,29 +154,54 @@ class Router:
         state.leases.check_integrity()
         state.loads.check_integrity()
         state.affinity.check_integrity()
+        state.approximate.check_integrity()
+        state.shares.check_integrity({slot for worker in state.workers for slot in worker.slots})
         state.workers.check_integrity()
         state.owners.check_integrity()
         state.waiting.check_integrity()
+        state.programs.check_integrity()
+        if state.admission is not None:
+            state.admission.check_integrity()
         held = {slot for worker in state.workers for slot in worker.slots}
         held |= {slot for w in state.workers.expected.values() for slot in w.slots.values()}
         assert held == state.seats.taken()
 
     def _finish(self, now: float) -> list[Send]:
         self._epilogue(now)
+        self._retirement.check(now)
         return self.state.effects.take()
 
     def _epilogue(self, now: float) -> None:
         state = self.state
         if state.is_booting and (
-            now >= state.boot_ends_at or (state.has_policy and state.workers.all_admitted)
+            now >= state.boot_ends_at or (state.has_policy and state.has_all_workers)
         ):
             state.is_booting = False
+            state.awaited.clear()
             state.must_judge_all = True
         if not state.is_settled and now >= state.boot_ends_at:
             state.is_settled = True
             state.must_judge_all = True
+        if state.admission is not None and state.admission.is_due and not state.is_booting:
+            self._placement.admit(now)
         if state.must_judge or state.must_judge_all:
             self._placement.judge(now)
+        self._hint_released()
+
+    def _hint_released(self) -> None:
+        """Programs that ended left KV which nobody will ask for: engines that take hints may drop it first."""
+        state = self.state
+        for released in state.programs.take_released():
+            worker = state.workers.of_slot(released.slot)
+            if worker is None or not state.policy.kv.hints or "hints" not in worker.info.features:
+                continue
+            state.counters["evict_hints"] += 1
+            payload = {"session_id": released.session, "block_hash": released.leaf}
+            action = wire.KvAction(f"evict-{released.session}", "kv.evict", "1.0", payload)
+            rank = state.seats[released.slot].rank
+            state.effects.send(
+                worker.peer, wire.HintPush(rank, wire.KvHints([action], action.action_id))
+            )
 
     def _forgive(self, now: float) -> None:
         state = self.state
@@ -205,7 +266,7 @@ class Router:
             case wire.LeaseList():
                 self._leasing.owner_list(owner, message, frame.cast("Q"), now)
             case wire.Bye():
-                self._ownership.bye(owner, now)
+                self._ownership.bye(owner, message, now)
             case _:
                 self.state.counters["unexpected_messages"] += 1
 
@@ -224,6 +285,8 @@ class Router:
                 self._acknowledge(sender, known=True)
             case wire.LoadReport():
                 self._fleet.load(worker, message, now)
+                if message.ranks:
+                    self.state.effects.send(sender, self._fleet.demand(worker, now))
             case wire.SnapshotChunk():
                 self._fleet.chunk(worker, message, frame.cast("Q"), now)
             case wire.LeaseList():
@@ -241,15 +304,15 @@ class Router:
         if isinstance(message, wire.Heartbeat | wire.Route):
             self._acknowledge(sender, known=False)
 
-    def _set_policy(self, sender: Peer, message: wire.SetPolicy) -> None:
-        reasons = self._apply_policy(message)
+    def _set_policy(self, sender: Peer, message: wire.SetPolicy, now: float) -> None:
+        reasons = self._apply_policy(message, now)
         self.state.counters["policies_refused"] += bool(reasons)
         self.state.effects.send(
             sender,
             wire.PolicyAck(message.uid, message.generation, message.revision, not reasons, reasons),
         )
 
-    def _apply_policy(self, message: wire.SetPolicy) -> list[str]:
+    def _apply_policy(self, message: wire.SetPolicy, now: float) -> list[str]:
         """Why not; nothing when it is applied."""
         state = self.state
         if message.revision < state.policy_revision:
@@ -263,13 +326,18 @@ class Router:
             return problems
         state.policy_revision = message.revision
         state.apply(policy)
-        self._apply_ring(message.ring)
+        self._fleet.policy_changed(now)
+        self._apply_ring(message.ring, now)
         return []
 
-    def _apply_ring(self, ring: wire.Ring) -> None:
+    def _apply_ring(self, ring: wire.Ring, now: float) -> None:
         """A later epoch. Waiting turns whose key moved are sent on; granted leases stay until they end."""
         state = self.state
         if ring.epoch <= state.ring.epoch or not ring.members:
             return
+        before = state.ring
         state.ring = Ring(ring.epoch, {RouterId(name): at for name, at in ring.members})
-        self._placement.send_on()
+        self._handovers.ring_moved(before, now)
+        self._placement.send_on(now)
+        for peer in (*state.owners.peers, *(worker.peer for worker in state.workers)):
+            self._acknowledge(peer, known=True)

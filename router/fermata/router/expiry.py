@@ -56,6 +56,10 @@ class Expiry(Generic[K]):
             del self._buckets[heappop(self._order)]
         return None
 
+    def first(self) -> K | None:
+        """One of those that expire first; it stays."""
+        return next(iter(self._buckets[self._order[0]])) if self.next() is not None else None
+
     def due(self, now: float) -> list[K]:
         """Takes out what has expired, oldest bucket first."""
         found: list[K] = []

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+from math import inf
+
+import msgspec
+
 from fermata.core.ids import OwnerId, Slot, WorkerId
+from fermata.router.handover import Handovers
 from fermata.router.kv_feed import Heard, RankFeed
 from fermata.router.leasing import Leasing, RevokeReason
+from fermata.router.model import NO_HASHES
 from fermata.router.state import RouterState
 from fermata.router.worker import Steps, Worker
 from fermata.wire.messages import (
     Bye,
+    Demand,
     DrainStatus,
     Fault,
     Fence,
     Heartbeat,
     Hello,
     KvEvents,
+    KvRemoved,
+    KvStored,
     LeaseListRequest,
     LoadReport,
+    RankDemand,
     RankLoad,
     SnapshotChunk,
     SnapshotRequest,
@@ -28,9 +38,12 @@ _MOST_RANKS = 256
 
 
 class Fleet:
-    def __init__(self, state: RouterState, leasing: Leasing) -> None:
+    def __init__(self, state: RouterState, leasing: Leasing, handovers: Handovers) -> None:
         self._state = state
         self._leasing = leasing
+        self._handovers = handovers
+        self._waiting_tokens = 0
+        self._waiting_counted_at = -inf
 
     def hello(self, peer: Peer, message: Hello, now: float) -> bool:
         """False: it can not be taken, and was told why."""
@@ -92,6 +105,16 @@ class Fleet:
         state.workers.add(worker)
         for slot in slots:
             state.loads.open(slot, info)
+            capacity = state.loads[slot].capacity_blocks * self._block_size
+            state.shares.open(slot, capacity=capacity)
+            state.programs.resize_slot(slot, capacity or None, model=info.model)
+        worker.sends_events = "kv_events" in info.features
+        if not worker.sends_events:
+            state.warn_once(
+                f"worker sends no KV events, its prefixes are learned from own grants worker={name}"
+            )
+        self._choose_index(worker, now)
+        self._handovers.registered(worker, now)
         wait_s = state.real(state.liveness.snapshot_wait_s)
         state.workers.snapshots.set(name, now + wait_s)
         state.counters["workers_registered"] += 1
@@ -110,11 +133,42 @@ class Fleet:
             for rank in range(ranks)
         ]
 
+    def policy_changed(self, now: float) -> None:
+        """O(workers), and what of the index has to be built anew."""
+        self._state.approximate.apply(self._state.policy.kv, now)
+        for worker in self._state.workers:
+            self._choose_index(worker, now)
+
+    def _choose_index(self, worker: Worker, now: float) -> None:
+        """What its ranks hold is known from their events, or learned where there are none."""
+        state = self._state
+        knows = state.policy.kv.events and worker.sends_events
+        for feed in worker.feeds:
+            learns = feed.slot in state.approximate
+            if knows and learns:
+                state.approximate.close(feed.slot)
+                if feed.is_live:
+                    self._restart(worker, feed, now)
+            elif not knows and not learns:
+                state.index.drop(feed.slot)
+                state.leases.promises.drop(feed.slot)  # they wait for events
+                state.approximate.open(
+                    feed.slot, capacity_blocks=state.loads[feed.slot].capacity_blocks
+                )
+
+    def _has_events(self, worker: Worker) -> None:
+        """It is believed by what it does, whatever it said that it can."""
+        if not worker.sends_events:
+            worker.sends_events = True
+            self._state.counters["workers_with_unannounced_events"] += 1
+            for slot in worker.slots:  # its feeds missed nothing: these are the first
+                self._state.approximate.close(slot)
+
     def heartbeat(self, worker: Worker, message: Heartbeat, now: float) -> None:
         state = self._state
         state.workers.silence.set(worker.id, now + self._timeout_s)
         for feed, sequence in zip(worker.feeds, message.events, strict=False):
-            if not feed.last_emitted(sequence):
+            if state.policy.kv.events and not feed.last_emitted(sequence):
                 state.counters["kv_gaps"] += 1
                 self._restart(worker, feed, now)
             elif feed.must_ask or (
@@ -151,14 +205,36 @@ class Fleet:
 
     def events(self, worker: Worker, message: KvEvents, hashes: memoryview, now: float) -> None:
         feed = self._feed(worker, message.rank)
-        if feed is not None:
-            self._heard(worker, feed, feed.events(message, hashes), now)
+        if feed is None:
+            return
+        if not self._state.policy.kv.events:
+            self._state.counters["kv_unwanted"] += 1
+            return
+        if message.events:
+            self._has_events(worker)
+        heard = feed.events(message, hashes)
+        if heard is Heard.APPLIED:
+            self._evicted(feed.slot, message, hashes)
+        self._heard(worker, feed, heard, now)
+
+    def _evicted(self, slot: int, message: KvEvents, hashes: memoryview) -> None:
+        """Idle chains whose eviction began. O(blocks removed)."""
+        at = 0
+        for event in message.events:
+            if isinstance(event, KvRemoved) and event.tier == "device":
+                self._state.programs.removed(slot, hashes[at : at + event.count])
+            at += event.count if isinstance(event, KvStored | KvRemoved) else 0
 
     def chunk(self, worker: Worker, message: SnapshotChunk, hashes: memoryview, now: float) -> None:
         feed = self._feed(worker, message.rank)
         if feed is None:
             return
+        if not self._state.policy.kv.events:
+            message, hashes = msgspec.structs.replace(message, stored=[]), NO_HASHES
+        elif message.stored:
+            self._has_events(worker)
         self._heard(worker, feed, feed.chunk(message, hashes), now)
+        self._handovers.remember(message.sessions, feed.slot, now)
         if not worker.is_admitted and worker.has_snapshots:
             self._admit(worker)
 
@@ -205,6 +281,10 @@ class Fleet:
         slot = worker.slots[rank.rank]
         if state.loads.report(slot, rank):
             state.must_judge = True
+        if state.shares.told(slot, tokens=rank.share_tokens, number=rank.share_number):
+            state.must_judge = True
+            if worker.info.kv_blocks.get("device"):
+                state.programs.resize_slot(slot, state.shares.tokens(slot), model=worker.info.model)
         if worker.steps_seen(rank.rank, rank, now) and slot in worker.stalled:
             worker.stalled.discard(slot)
             self._renew(worker)
@@ -213,6 +293,30 @@ class Fleet:
             state.workers.stalls.set(slot, since + state.real(state.liveness.stall_timeout_s))
         else:
             state.workers.stalls.cancel(slot)
+
+    def demand(self, worker: Worker, now: float) -> Demand:
+        """What the shares of its ranks are struck by."""
+        state = self._state
+        waiting = self._waiting_a_slot(now)
+        return Demand(
+            [
+                RankDemand(
+                    rank=rank,
+                    charged_tokens=state.charged_tokens(slot),
+                    waiting_tokens=waiting,
+                    share_number=state.shares.number(slot),
+                )
+                for rank, slot in enumerate(worker.slots)
+            ]
+        )
+
+    def _waiting_a_slot(self, now: float) -> int:
+        """Tokens that wait for room, spread over the slots. Counted once for all workers that ask at about one time."""
+        state = self._state
+        if now - self._waiting_counted_at >= state.real(state.liveness.heartbeat_s) / 2:
+            self._waiting_counted_at = now
+            self._waiting_tokens = state.waiting_tokens()
+        return -(-self._waiting_tokens // max(1, state.workers.ready.bit_count()))
 
     def tick(self, now: float) -> None:
         workers = self._state.workers
@@ -239,6 +343,10 @@ class Fleet:
         self._renew(worker)
         self._leasing.revoke(self._state.leases.of_slot(slot), "worker_stalled", now)
         self._state.affinity.lose_slot(slot)
+
+    @property
+    def _block_size(self) -> int:
+        return self._state.config.block_size
 
     @property
     def _timeout_s(self) -> float:

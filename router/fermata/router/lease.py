@@ -1,9 +1,10 @@
 """Leases: one request, one lease, ended once.
 
 The table knows every live lease by id, request, owner, worker and slot, and keeps the sums a placement asks for as
-leases come and go: active requests, pending prefill tokens, and decode blocks with shared ones counted once. Nothing is
-swept and nothing ends by age but a lease whose engine never said Accepted (dispatch time-out); what else ends one is a
-word from its owner, or the loss of its owner or slot.
+leases come and go: active requests, pending prefill tokens, and decode blocks, shared ones counted once and the output
+that a client expects (`osl`) counted from the Grant on. Nothing is swept and nothing ends by age but a lease whose
+engine never said Accepted (dispatch time-out); what else ends one is a word from its owner, or the loss of its owner or
+slot.
 """
 
 from __future__ import annotations
@@ -54,8 +55,12 @@ class Lease:
     bound: BoundTurn | None = None
     output_tokens: int = 0
     accepted: bool = False
+    expected_tokens: int = 0
+    """Output its client expects, in total; 0 where it did not say."""
     private_blocks: int = 0
     """Blocks beyond the prompt's full ones: its tail and what it generated."""
+    expected_blocks: int = 0
+    """Blocks beyond those that the rest of its expected output will fill: fewer as tokens arrive."""
 
 
 @dataclass(slots=True)
@@ -65,6 +70,7 @@ class SlotUse:
     active: int = 0
     pending_tokens: int = 0
     private_blocks: int = 0
+    expected_blocks: int = 0
 
 
 class LeaseTable:
@@ -110,7 +116,8 @@ class LeaseTable:
         return self._uses[slot]
 
     def decode_blocks(self, slot: int) -> int:
-        return self.promises.distinct_blocks(slot) + self._uses[slot].private_blocks
+        use = self._uses[slot]
+        return self.promises.distinct_blocks(slot) + use.private_blocks + use.expected_blocks
 
     def open_slot(self, slot: int) -> None:
         self._uses[slot] = SlotUse()
@@ -180,16 +187,23 @@ class LeaseTable:
         use.active -= 1
         use.pending_tokens -= lease.pending_tokens
         use.private_blocks -= lease.private_blocks
+        use.expected_blocks -= lease.expected_blocks
         if promised_until is None:
             self.promises.withdraw(lease.slot, lease.node)
         else:
             self.promises.keep(lease.slot, lease.node, promised_until)
 
     def _count_private(self, lease: Lease) -> None:
-        tokens = lease.input_tokens + lease.output_tokens
-        blocks = max(0, -(-tokens // self._block_size) - lease.node.end)
-        self._uses[lease.slot].private_blocks += blocks - lease.private_blocks
-        lease.private_blocks = blocks
+        use = self._uses[lease.slot]
+        private = self._blocks(lease, lease.output_tokens)
+        all_of_it = self._blocks(lease, max(lease.output_tokens, lease.expected_tokens))
+        use.private_blocks += private - lease.private_blocks
+        use.expected_blocks += all_of_it - private - lease.expected_blocks
+        lease.private_blocks, lease.expected_blocks = private, all_of_it - private
+
+    def _blocks(self, lease: Lease, output_tokens: int) -> int:
+        """Beyond the prompt's full ones, with so much output."""
+        return max(0, -(-(lease.input_tokens + output_tokens) // self._block_size) - lease.node.end)
 
     def check_integrity(self) -> None:
         """O(leases): every sum equals a recount, every index the list."""
@@ -202,6 +216,7 @@ class LeaseTable:
             assert use.active == len(leases)
             assert use.pending_tokens == _sum(lease.pending_tokens for lease in leases.values())
             assert use.private_blocks == _sum(lease.private_blocks for lease in leases.values())
+            assert use.expected_blocks == _sum(lease.expected_blocks for lease in leases.values())
             nodes[slot] = [lease.node for lease in leases.values()]
         assert sum(map(len, self._by_slot.values())) == len(self._leases)
         self.promises.check_integrity(nodes)

@@ -53,9 +53,19 @@ class Leasing:
     def __init__(self, state: RouterState) -> None:
         self._state = state
 
-    def end(self, lease: Lease, how: End, now: float, *, promised_until: int | None = None) -> None:
+    def end(
+        self,
+        lease: Lease,
+        how: End,
+        now: float,
+        *,
+        promised_until: int | None = None,
+        finish: LeaseProgress | None = None,
+    ) -> None:
+        """`finish` is the owner's word on a finished one."""
         state = self._state
         state.leases.end(lease, how, promised_until=promised_until)
+        self._end_turn(lease, finish, now)
         if lease.bound is not None:
             if how in _FAILURES:
                 state.affinity.failed(lease.bound, lease.slot)
@@ -68,6 +78,26 @@ class Leasing:
             state.old_ends.put(lease.id, None)
         if state.loads.renew(lease.slot):
             state.must_judge = True
+
+    def _end_turn(self, lease: Lease, finish: LeaseProgress | None, now: float) -> None:
+        """Of its program. One that did not finish leaves the program as it was; it may come again."""
+        state = self._state
+        key = (lease.owner.id, lease.request)
+        turn = state.programs.turn(key)
+        if turn is None:
+            return
+        if finish is None:
+            state.programs.end(key, "cancelled", now)
+            return
+        tokens = lease.input_tokens + lease.output_tokens
+        if finish.usage is not None:
+            tokens = max(tokens, finish.usage.prompt_tokens + finish.usage.completion_tokens)
+        gap = turn.program.gap_after(finish.reason)
+        state.programs.end(
+            key, "finished", now, context_tokens=tokens, gap=finish.gap if finish.gap else gap
+        )
+        if state.admission is not None and finish.usage is not None:
+            state.admission.completed(turn, finish.usage.cached_tokens)
 
     def revoke(
         self,
@@ -121,6 +151,7 @@ class Leasing:
         waiting = state.waiting.get(owner.peer.id, entry.request)
         if waiting is not None:
             state.waiting.remove(waiting)
+            state.programs.end(waiting.key, "cancelled", now)
             state.done.put(waiting.key, waiting.turn.route.attempt)
             return
         lease = state.leases.of_request(owner.peer.id, entry.request)
@@ -130,6 +161,7 @@ class Leasing:
     def _advance(self, lease: Lease, entry: LeaseProgress, now: float) -> None:
         state = self._state
         state.leases.progress(lease, entry.output_tokens)
+        state.programs.progress((lease.owner.id, lease.request), lease.output_tokens)
         match entry.kind:
             case "accepted":
                 self._accepted(lease)
@@ -137,13 +169,21 @@ class Leasing:
                 # Whoever speaks of tokens has been accepted and prefilled, whatever was lost.
                 self._accepted(lease)
                 state.leases.prefilled(lease)
+                if entry.kind == "prefilled":
+                    self._learn(lease, now)
                 if state.loads.renew(lease.slot):
                     state.must_judge = True
             case "finished":
                 self._accepted(lease)
-                self.end(lease, "finished", now, promised_until=self._promised(lease, entry))
+                self._learn(lease, now)
+                promised = self._promised(lease, entry)
+                self.end(lease, "finished", now, promised_until=promised, finish=entry)
             case "cancelled" | "failed":
                 self.end(lease, entry.kind, now)
+
+    def _learn(self, lease: Lease, now: float) -> None:
+        """Its slot has the prompt now; matters where no events say so."""
+        self._state.approximate.learn(lease.slot, lease.node.chain[: lease.node.end], now)
 
     def _accepted(self, lease: Lease) -> None:
         if self._state.leases.accept(lease):
@@ -157,7 +197,7 @@ class Leasing:
     def _promised(self, lease: Lease, entry: LeaseProgress) -> int | None:
         """The event sequence its promise waits for; None where that is applied, or will never be told."""
         worker = self._state.workers.of_slot(lease.slot)
-        if worker is None or entry.event_sequence < 0:
+        if worker is None or entry.event_sequence < 0 or lease.slot in self._state.approximate:
             return None
         feed = worker.feeds[worker.slots.index(lease.slot)]
         if feed.is_live and feed.applied >= entry.event_sequence:
@@ -241,15 +281,38 @@ class Leasing:
             pending_tokens=0 if claim.prefilled else max(0, claim.input_tokens),
             node=state.leases.promises.hold(slot, hashes),
             grant=None,
-            bound=state.affinity.granted(affinity_key(claim.session, claim.parent)),
+            bound=state.affinity.granted(affinity_key(claim.session, claim.parent), claim.key),
             accepted=claim.accepted,
             output_tokens=max(0, claim.output_tokens),
         )
         state.leases.begin(lease, is_present=False, dispatch_by=now + state.dispatch_timeout_s)
         if lease.accepted:
             self._bind(lease)
+        self._claim_turn(claim, hashes, slot, owner, now)
         state.loads.renew(slot)
         return True
+
+    def _claim_turn(
+        self, claim: LeaseClaim, hashes: memoryview, slot: int, owner: Owner, now: float
+    ) -> None:
+        """Its program is known again, with the turn that runs."""
+        state = self._state
+        key = (owner.peer.id, claim.request)
+        if state.programs.turn(key) is not None:
+            return
+        worker = state.workers.by_id(claim.worker)
+        state.programs.begin(
+            key,
+            session=claim.session,
+            chain=hashes,
+            tokens=max(claim.input_tokens, len(hashes) * state.config.block_size),
+            now=now,
+            parent=claim.parent,
+            routing_key=claim.key,
+            model="" if worker is None else worker.info.model,
+        )
+        state.programs.granted(key, slot)
+        state.programs.progress(key, max(0, claim.output_tokens))
 
     def _slot_of(self, claim: LeaseClaim, now: float) -> int | None:
         """Its worker may not have said Hello to this boot yet: then a slot is kept for it."""

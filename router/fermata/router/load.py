@@ -1,18 +1,19 @@
 """Load of a slot as a placement sees it: own table exact, other routers' part as the worker last reported it.
 
 A LoadReport breaks a rank's load down by router, so foreign load is the sum of the others' rows and nothing is
-subtracted across time. What follows from load (busy, above the queue's threshold) is kept as bit masks over slots,
+subtracted across time. What follows from load (busy, above a queue's threshold) is kept as bit masks over slots,
 renewed for the one slot that changed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
-from fermata.core.spec import OverloadSpec, QueueSpec
+from fermata.core.spec import OverloadSpec
 from fermata.router.chain_links import bits
 from fermata.router.lease import LeaseTable
+from fermata.router.policy_class import QueueThreshold
 from fermata.wire.messages import RankLoad, WorkerInfo
 
 
@@ -29,6 +30,8 @@ class SlotLoad:
     active: int = 0
     pending_tokens: int = 0
     decode_blocks: int = 0
+    expected_blocks: int = 0
+    """Of those, output that own turns are expected to make and have not made."""
     foreign_active: int = 0
     foreign_blocks: int = 0
     used_blocks: float = 0.0
@@ -37,22 +40,22 @@ class SlotLoad:
 
 @dataclass(frozen=True, slots=True)
 class Thresholds:
-    overload: OverloadSpec = field(default_factory=OverloadSpec)
-    queue: QueueSpec = field(default_factory=QueueSpec)
+    overload: OverloadSpec
+    levels: Sequence[QueueThreshold]
+    """The queue's, by level; see `policy_class`."""
 
     def is_busy(self, load: SlotLoad) -> bool:
-        most = self.overload.decode_blocks
-        if most is not None:
-            used = max(load.used_blocks, float(load.decode_blocks))
-            if used > most * load.capacity_blocks:
+        """Expected output does not count: it may never come."""
+        overload = self.overload
+        if overload.decode_blocks is not None:
+            held = load.decode_blocks - load.expected_blocks
+            if max(load.used_blocks, float(held)) > overload.decode_blocks * load.capacity_blocks:
                 return True
-        most = self.overload.prefill_tokens
-        return most is not None and load.pending_tokens > most * load.batched_tokens
-
-    def is_full(self, load: SlotLoad) -> bool:
-        """Above the queue's threshold: turns rather wait than join it."""
-        most = self.queue.threshold
-        return most is not None and load.pending_tokens > most * load.batched_tokens
+        most = overload.prefill_tokens
+        if most is not None and load.pending_tokens > most * load.batched_tokens:
+            return True
+        most = overload.prefill_token_count
+        return most is not None and load.pending_tokens > most
 
 
 class Loads:
@@ -60,12 +63,12 @@ class Loads:
         self._router = router
         self._block_size = block_size
         self._leases = leases
-        self._thresholds = Thresholds()
+        self._thresholds = Thresholds(OverloadSpec(), [QueueThreshold()])
         self._loads: dict[int, SlotLoad] = {}
         self.busy = 0
         """Slots, as a mask, that the overload limits call busy."""
-        self.full = 0
-        """Slots above the queue's threshold."""
+        self.above = [0]
+        """By level, the slots above that threshold."""
         self._among = 0
         self._chosen: list[SlotLoad] = []
         self.widest_ever: dict[str, int] = {}
@@ -116,10 +119,10 @@ class Loads:
         self._chosen = []
         self._measure()
         self.busy &= ~(1 << slot)
-        self.full &= ~(1 << slot)
+        self.above = [mask & ~(1 << slot) for mask in self.above]
 
     def report(self, slot: int, rank: RankLoad) -> bool:
-        """True when the slot stopped being busy or full."""
+        """True when the slot stopped being busy, or above a threshold."""
         load = self._loads[slot]
         others = [row for row in rank.routers if row.router != self._router]
         load.foreign_active = sum(row.active + row.waiting for row in others)
@@ -128,36 +131,57 @@ class Loads:
         return self.renew(slot)
 
     def renew(self, slot: int) -> bool:
-        """After any change of the slot's leases. O(1). True when it stopped being busy or full."""
+        """After any change of the slot's leases. O(levels). True when it stopped being busy, or above a threshold."""
         load = self._loads.get(slot)
         if load is None:
             return False
         use = self._leases.use(slot)
         load.active = use.active + load.foreign_active
         load.pending_tokens = use.pending_tokens
+        load.expected_blocks = use.expected_blocks
         load.decode_blocks = self._leases.decode_blocks(slot) + load.foreign_blocks
         return self._judge(load)
+
+    def room(self, slots: int, level: int, busy_share: float) -> int:
+        """Those of the slots that may take another turn, for a class of that threshold."""
+        above = slots & self.above[level]
+        free = slots & ~above & ~self.busy
+        if busy_share < 1.0 and above.bit_count() >= busy_share * slots.bit_count():
+            return 0
+        return free
 
     def apply(self, thresholds: Thresholds) -> None:
         """Another policy. O(slots)."""
         self._thresholds = thresholds
+        self.above = [0] * len(thresholds.levels)
         for load in self._loads.values():
             self._judge(load)
 
     def _judge(self, load: SlotLoad) -> bool:
         bit = 1 << load.slot
-        was = (self.busy | self.full) & bit
-        self.busy = self.busy | bit if self._thresholds.is_busy(load) else self.busy & ~bit
-        self.full = self.full | bit if self._thresholds.is_full(load) else self.full & ~bit
-        return bool(was and not (self.busy | self.full) & bit)
+        is_busy = self._thresholds.is_busy(load)
+        has_room = bool(self.busy & bit) and not is_busy
+        self.busy = self.busy | bit if is_busy else self.busy & ~bit
+        for level, threshold in enumerate(self._thresholds.levels):
+            was_above = self.above[level] & bit
+            if threshold.is_above(load.pending_tokens, load.batched_tokens):
+                self.above[level] |= bit
+            elif was_above:
+                self.above[level] &= ~bit
+                has_room = True
+        return has_room
 
     def check_integrity(self) -> None:
-        busy = full = 0
+        busy = 0
+        levels = self._thresholds.levels
+        above = [0] * len(levels)
         for slot, load in self._loads.items():
             use = self._leases.use(slot)
             assert load.active == use.active + load.foreign_active
             assert load.pending_tokens == use.pending_tokens
+            assert load.expected_blocks == use.expected_blocks
             assert load.decode_blocks == self._leases.decode_blocks(slot) + load.foreign_blocks
             busy |= self._thresholds.is_busy(load) << slot
-            full |= self._thresholds.is_full(load) << slot
-        assert (busy, full) == (self.busy, self.full)
+            for level, threshold in enumerate(levels):
+                above[level] |= threshold.is_above(load.pending_tokens, load.batched_tokens) << slot
+        assert (busy, above) == (self.busy, self.above)

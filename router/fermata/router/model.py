@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from typing_extensions import Buffer
@@ -56,7 +57,8 @@ class Seats:
     """Slots by small numbers, which bit masks and dicts like better than names. Numbers are used again."""
 
     def __init__(self) -> None:
-        self._slots: dict[int, Slot] = {}
+        self.names: Mapping[int, Slot] = {}
+        """Another object after each change, so that who keeps it keeps the names of its time."""
         self._free: list[int] = []
         self._made = 0
 
@@ -66,15 +68,15 @@ class Seats:
         else:
             number = self._made
             self._made += 1
-        self._slots[number] = slot
+        self.names = {**self.names, number: slot}
         return number
 
     def leave(self, number: int) -> None:
-        del self._slots[number]
+        self.names = {taken: slot for taken, slot in self.names.items() if taken != number}
         self._free.append(number)
 
     def taken(self) -> set[int]:
-        return set(self._slots)
+        return set(self.names)
 
     def __getitem__(self, number: int) -> Slot:
-        return self._slots[number]
+        return self.names[number]

@@ -38,6 +38,10 @@ class Owners:
         owner = self._owners.get(peer.id)
         return owner if owner is not None and owner.peer == peer else None
 
+    @property
+    def peers(self) -> list[Peer]:
+        return [owner.peer for owner in self._owners.values()]
+
     def by_id(self, owner: str) -> Owner | None:
         return self._owners.get(owner)
 

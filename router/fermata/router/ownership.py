@@ -6,7 +6,7 @@ from fermata.core.ids import OwnerId
 from fermata.router.leasing import Leasing
 from fermata.router.owner import Owner
 from fermata.router.state import RouterState
-from fermata.wire.messages import Fence, Heartbeat, LeaseListRequest
+from fermata.wire.messages import LEFT_RING, Bye, Fence, Heartbeat, LeaseListRequest
 from fermata.wire.roles import Peer
 
 
@@ -40,20 +40,30 @@ class Ownership:
             state.counters["lease_lists_asked"] += 1
             state.effects.send(owner.peer, LeaseListRequest())
 
-    def bye(self, owner: Owner, now: float) -> None:
-        self.lose(owner, now)
+    def bye(self, owner: Owner, message: Bye, now: float) -> None:
+        if message.reason == LEFT_RING:
+            # It has no lease of ours and lives on with other routers: nothing of it may be refused.
+            self._forget(owner, now)
+        else:
+            self.lose(owner, now)
 
     def lose(self, owner: Owner, now: float) -> None:
         """Its turns are nobody's: what waits is forgotten, what runs is aborted, what it still sends is refused."""
         state = self._state
         state.counters["owners_lost"] += 1
+        self._forget(owner, now)
+        if not state.is_in_ring:
+            return  # whether it is dead is for those to say whom it still has to tell
+        state.owners.fence(owner.peer)
+        for worker in state.workers:
+            state.effects.send(worker.peer, Fence(OwnerId(owner.peer.id), owner.peer.incarnation))
+
+    def _forget(self, owner: Owner, now: float) -> None:
+        state = self._state
         state.owners.remove(owner)
         for waiting in state.waiting.of_owner(owner.peer.id):
             state.waiting.remove(waiting)
         self._leasing.revoke(state.leases.of_owner(owner.peer), "owner_lost", now, owners=False)
-        state.owners.fence(owner.peer)
-        for worker in state.workers:
-            state.effects.send(worker.peer, Fence(OwnerId(owner.peer.id), owner.peer.incarnation))
 
     def tick(self, now: float) -> None:
         for name in self._state.owners.silence.due(now):

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from heapq import heapify, heappop, heappush
 from typing import Literal
 
-from fermata.router.affinity import affinity_key
-from fermata.router.chain_links import bits
-from fermata.router.lease import Lease
+from fermata.router.eligibility import Eligibility, Eligible, Wait
+from fermata.router.granting import Choice, Granting
+from fermata.router.holding import Holding
 from fermata.router.leasing import Leasing
 from fermata.router.model import NO_HASHES, Turn
 from fermata.router.owner import Owner
-from fermata.router.policy import Question
-from fermata.router.prefix_index import Match
+from fermata.router.policy_class import PolicyClass
+from fermata.router.queue import Line, Next, Place
 from fermata.router.state import RouterState
-from fermata.router.waiting import Lane, Reason, WaitingTurn
-from fermata.wire.messages import Grant, Hold, Moved, Reject, Route
+from fermata.router.waiting import Reason, WaitingTurn
+from fermata.wire.messages import Hints, Moved, ProgramEnded, Reject, Route
 from fermata.wire.messages import Ring as WireRing
 
 RejectCode = Literal[
@@ -24,28 +22,20 @@ RejectCode = Literal[
 ]
 
 _RETRY_AFTER_S = 5.0
-_NOT_STREAMING_S = 240.0
-_CLIENT_MARGIN_S = 30.0
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """Where a turn may go. `free` is a mask of slots, `preferred` its session's own."""
-
-    free: int
-    preferred: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class Wait:
-    reason: Reason
-    lane: Lane
+def jump_s(hints: Hints) -> float:
+    """Seconds it is taken to have come earlier. The one hint is the other's older name: the larger counts."""
+    return max(0.0, float(hints.priority), hints.latency_sensitivity)
 
 
 class Placement:
     def __init__(self, state: RouterState, leasing: Leasing) -> None:
         self._state = state
         self._leasing = leasing
+        self._eligibility = Eligibility(state)
+        self._granting = Granting(state)
+        self._holding = Holding(state)
 
     def route(self, owner: Owner, route: Route, frame: memoryview, now: float) -> None:
         state = self._state
@@ -53,19 +43,51 @@ class Placement:
             return
         model = state.config.models.get(route.model)
         hashes = frame.cast("Q") if len(frame) else NO_HASHES
-        turn = Turn(owner.peer, route, model or "", hashes, now - max(0.0, route.waited_s))
+        turn = Turn(owner.peer, route, model or "", hashes, self._since(owner, route, now))
         if self._belongs_elsewhere(route):
-            self._moved(turn)
+            self._moved(turn, now)
+            return
+        if route.final and route.input_tokens < 1:
+            known = state.programs.release(route.session, drops_kv=True)
+            state.effects.send(owner.peer, ProgramEnded(route.request, route.attempt, known))
             return
         state.counters["routes"] += 1
         if model is None:
-            self._reject(turn, "not_found", f"no model {route.model!r} here")
+            self._reject(turn, "not_found", f"no model {route.model!r} here", now)
         elif route.input_tokens < 1:
-            self._reject(turn, "invalid_request", "no input")
+            self._reject(turn, "invalid_request", "no input", now)
         elif len(hashes) * state.config.block_size > route.input_tokens:
-            self._reject(turn, "invalid_request", "more block hashes than input")
+            self._reject(turn, "invalid_request", "more block hashes than input", now)
         else:
+            self._begin(turn, now)
             self._place_or_wait(turn, now)
+
+    def _begin(self, turn: Turn, now: float) -> None:
+        """Its session's program is Reasoning from now on."""
+        route = turn.route
+        self._state.programs.begin(
+            (turn.owner.id, route.request),
+            session=route.session,
+            chain=turn.hashes,
+            tokens=route.input_tokens,
+            now=now,
+            parent=route.parent,
+            routing_key=route.key,
+            model=turn.model,
+            inferred=route.inferred,
+            final=route.final,
+            priority=route.hints.priority,
+        )
+
+    def _gone(self, turn: Turn, now: float) -> None:
+        """It will not be granted: its program stands as it stood before."""
+        self._state.programs.end((turn.owner.id, turn.route.request), "cancelled", now)
+
+    def _since(self, owner: Owner, route: Route, now: float) -> float:
+        """When it began to wait, by what its owner and the router that held it say."""
+        since = now - max(0.0, route.waited_s)
+        handed = self._state.handed.get((owner.peer.id, route.request))
+        return since if handed is None else min(since, handed)
 
     def wire_ring(self) -> WireRing:
         ring = self._state.ring
@@ -102,245 +124,206 @@ class Placement:
                 return True
             if route.attempt == waiting.turn.route.attempt:
                 state.counters["repeated_routes"] += 1
-                self._hold(waiting, now)
+                self._holding.tell(waiting, now)
                 return True
             state.waiting.remove(waiting)
+            self._gone(waiting.turn, now)
         return False
 
     def _place_or_wait(self, turn: Turn, now: float) -> None:
-        match self._decide(turn, now):
-            case Choice() as choice:
-                # Nobody who waits could take that room, or it would not be free.
-                self._grant(turn, choice, now)
-            case Wait() as wait:
-                self._wait(turn, wait, now)
-            case str() as reason:
-                self._reject(turn, "context_length_exceeded", reason)
+        policy_class = self._state.waiting.classes.of(
+            turn.route.policy_class, lambda: self._granting.uncached_tokens(turn)
+        )
+        decision = self._decide(turn, policy_class)
+        match decision:
+            case Choice():
+                wait = self._behind(decision)
+                if wait is None:
+                    self._granting.grant(turn, decision, now)
+                else:
+                    self._wait(turn, policy_class, wait, now)
+            case Wait():
+                self._wait_unless_refused(turn, policy_class, decision, now)
+            case str():
+                self._reject(turn, "context_length_exceeded", decision, now)
 
-    def _decide(self, turn: Turn, now: float, *, forced: bool = False) -> Choice | Wait | str:
+    def _decide(
+        self, turn: Turn, policy_class: PolicyClass, *, paced: bool = False, forced: bool = False
+    ) -> Choice | Wait | str:
         """A text says why no worker here can ever take it. `forced` ignores load."""
-        state = self._state
-        nowhere: Lane = (turn.model, 0)
-        if state.is_booting:
-            has_nobody = state.has_policy and not len(state.workers)
-            return Wait("no_worker" if has_nobody else "booting", nowhere)
-        eligible = self._fitting(state.workers.of_model(turn.model) & state.workers.ready, turn)
-        if not eligible:
-            widest = state.loads.widest_ever.get(turn.model)
-            if widest is not None and turn.route.input_tokens >= widest and state.is_settled:
-                return f"{turn.route.input_tokens} tokens do not fit any worker's window"
-            return Wait("no_worker", nowhere)
-        others = eligible & ~state.workers.slots_of(turn.route.avoid)
-        if others:
-            eligible = others
-        bound = self._bound(turn, eligible)
-        if bound is not None and self._is_hard(turn):
-            eligible = 1 << bound
-        free = eligible if forced else eligible & ~(state.loads.busy | state.loads.full)
+        eligible = self._eligibility.of(turn, forced=forced)
+        if not isinstance(eligible, Eligible):
+            return eligible
+        slots = eligible.slots
+        free = slots if forced else self._room(slots, policy_class, paced=paced)
         if not free:
-            return Wait("queue", (turn.model, eligible))
+            return Wait("policy" if paced else "queue", slots)
+        bound = eligible.bound
         preferred = bound if bound is not None and free >> bound & 1 else None
-        return Choice(free, preferred)
+        return Choice(free, preferred, slots)
 
-    def _fitting(self, slots: int, turn: Turn) -> int:
-        """Those whose window has room for the input and a token."""
-        loads = self._state.loads
-        tokens = turn.route.input_tokens
-        if not slots or tokens < loads.narrowest:
-            return slots
-        return sum([bit for bit in bits(slots) if tokens < loads.window(bit.bit_length() - 1)])
+    def _room(self, slots: int, policy_class: PolicyClass, *, paced: bool) -> int:
+        level = policy_class.pace_level if paced else policy_class.level
+        return self._state.loads.room(slots, level, policy_class.busy_share)
 
-    def _bound(self, turn: Turn, eligible: int) -> int | None:
-        """The slot its session is bound to, if it can go there. A Hard binding that can not be kept is given up."""
+    def _behind(self, choice: Choice) -> Wait | None:
+        """There is room, but others were there before: then it waits with them, as they do."""
         state = self._state
-        if state.policy.session_affinity.mode == "None":
-            return None
-        key = affinity_key(turn.route.session, turn.route.parent)
-        slot = state.affinity.slot_of(key)
-        if slot is None or eligible >> slot & 1:
-            return slot
-        if self._is_hard(turn):
-            state.affinity.unbind(key)
+        queue = state.waiting.queue
+        if queue.has_paced(choice.free):
+            return Wait("policy", choice.slots)
+        if queue.has_line(lambda line: self._may_go(line, choice.free)):
+            state.must_judge = True
+            return Wait("queue", choice.slots)
         return None
 
-    def _is_hard(self, turn: Turn) -> bool:
-        mode = self._state.policy.session_affinity.mode
-        return mode == "Hard" and not turn.route.inferred
+    def _may_go(self, line: Line, slots: int = -1) -> bool:
+        """Does one of the slots have room for the turns of a line?"""
+        return bool(self._room(line.slots, line.policy_class, paced=line.is_paced) & slots)
 
-    def _pick(self, turn: Turn, choice: Choice) -> tuple[int, Match]:
+    def _wait_unless_refused(
+        self, turn: Turn, policy_class: PolicyClass, wait: Wait, now: float
+    ) -> None:
+        """Refused is only who would wait for room, where no slot has any and the class's queue is full."""
         state = self._state
-        match = state.index.match(turn.hashes)
-        promised, active = state.leases.promises.match(turn.hashes)
-        if promised:
-            device = match.get("device", {})
-            match["device"] = device | {
-                slot: depth for slot, depth in promised.items() if depth > device.get(slot, 0)
-            }
-        question = Question(
-            input_tokens=turn.route.input_tokens,
-            blocks=-(-turn.route.input_tokens // state.config.block_size),
-            match=match,
-            shared=active,
-            preferred=choice.preferred,
-        )
-        candidates = state.loads.among(choice.free)
-        return state.placement_policy.pick(question, candidates), match
-
-    def _grant(self, turn: Turn, choice: Choice, now: float) -> None:
-        state = self._state
-        slot, match = self._pick(turn, choice)
-        worker = state.workers.of_slot(slot)
-        assert worker is not None, "only registered workers' slots are ready"
-        matched = {tier: depths[slot] for tier, depths in match.items() if slot in depths}
-        route = turn.route
-        waiting = state.waiting.get(turn.owner.id, route.request)
-        grant = Grant(
-            request=route.request,
-            attempt=route.attempt,
-            lease=state.next_lease_id(),
-            worker=worker.id,
-            endpoint=worker.info.endpoint,
-            rank=state.seats[slot].rank,
-            matched={str(tier): depth for tier, depth in matched.items()},
-            policy_revision=state.policy_revision,
-            priority=route.hints.priority,
-            features=worker.info.features,
-            held_s=0.0 if waiting is None else max(0.0, now - turn.since),
-            hold_reason="" if waiting is None else waiting.reason,
-        )
-        if waiting is not None:
-            state.waiting.remove(waiting)
-        self._lease(turn, slot, grant, max(matched.values(), default=0), now)
-        state.effects.send(turn.owner, grant)
-
-    def _lease(self, turn: Turn, slot: int, grant: Grant, matched: int, now: float) -> None:
-        state = self._state
-        route = turn.route
-        lease = Lease(
-            id=grant.lease,
-            owner=turn.owner,
-            request=route.request,
-            attempt=route.attempt,
-            slot=slot,
-            worker=grant.worker,
-            input_tokens=route.input_tokens,
-            pending_tokens=max(0, route.input_tokens - matched * state.config.block_size),
-            node=state.leases.promises.hold(slot, turn.hashes),
-            grant=grant,
-            bound=state.affinity.granted(affinity_key(route.session, route.parent)),
-        )
-        state.leases.begin(lease, is_present=True, dispatch_by=now + state.dispatch_timeout_s)
-        state.loads.renew(slot)
-
-    def _wait(self, turn: Turn, wait: Wait, now: float) -> None:
-        state = self._state
-        limit = state.policy.queue.limit * max(1, state.workers.ready_count)
-        if len(state.waiting) >= limit:
-            state.counters["overloaded"] += 1
-            self._reject(
-                turn, "overloaded", f"{limit} turns are waiting", retry_after_s=_RETRY_AFTER_S
+        use, level = state.waiting.queue.use(policy_class), policy_class.level
+        why = ""
+        if wait.slots:
+            why = state.overload.refusal(
+                turn.route, policy_class, use, workers=state.workers.ready_count
             )
-            return
-        state.counters["holds"] += 1
-        began = turn.since if wait.reason == "no_worker" else now
-        waiting = WaitingTurn(
-            turn, wait.lane, wait.reason, began, self._deadline(turn, wait.reason, began)
-        )
-        state.waiting.add(waiting)
-        self._hold(waiting, now)
+        if why and (free := state.loads.room(wait.slots, level, 1.0)):
+            # A share of the slots above the threshold was enough to wait; it is not enough to refuse.
+            self._granting.grant(turn, Choice(free, None, wait.slots), now)
+        elif not why or state.loads.room(self._eligibility.able(turn), level, 1.0):
+            self._wait(turn, policy_class, wait, now)
+        else:
+            state.counters["overloaded"] += 1
+            most = state.policy.overload.retry_after_max_s
+            retry_after_s = state.overload.retry_after_s(policy_class, use, now, most=most)
+            self._reject(turn, "overloaded", why, now, retry_after_s=retry_after_s)
 
-    def _deadline(self, turn: Turn, reason: Reason, began: float) -> float:
+    def _wait(self, turn: Turn, policy_class: PolicyClass, wait: Wait, now: float) -> None:
         state = self._state
-        no_worker_s = state.policy.overload.no_worker_wait_s
-        match reason:
-            case "booting":
-                return state.boot_ends_at
-            case "no_worker":
-                # A boot always gives workers the time to say Hello, however long the turn waited elsewhere.
-                least = state.boot_ends_at if state.is_booting else 0.0
-                return max(began + no_worker_s, least)
-            case "queue":
-                return began + self._longest_hold_s(turn.route)
-
-    def _longest_hold_s(self, route: Route) -> float:
-        """Then it is placed whatever the load. A client that hears nothing meanwhile gives up earlier."""
-        longest = self._state.policy.scheduler.thunder_agent.resume_timeout_s
-        if route.streaming:
-            return longest
-        longest = min(longest, _NOT_STREAMING_S)
-        if route.client_timeout_s > 0:
-            longest = min(longest, max(0.0, route.client_timeout_s - _CLIENT_MARGIN_S))
-        return longest
-
-    def _hold(self, waiting: WaitingTurn, now: float) -> None:
-        left_s = max(0.0, waiting.deadline - now)
-        if waiting.reason == "booting":
-            # What it may have to wait for after the boot is not known yet.
-            left_s += self._state.policy.overload.no_worker_wait_s
-        route = waiting.turn.route
-        self._state.effects.send(
-            waiting.turn.owner, Hold(route.request, route.attempt, waiting.reason, left_s)
+        state.counters["holds"] += 1
+        route = turn.route
+        # Nobody overtakes those whom a switch freed by coming later.
+        is_paced = state.waiting.queue.has_paced(wait.slots)
+        reason: Reason = "policy" if is_paced and wait.slots else wait.reason
+        place = Place(
+            key=(turn.owner.id, route.request),
+            policy_class=policy_class,
+            since=turn.since,
+            strict=route.hints.strict_priority,
+            jump_s=jump_s(route.hints),
+            input_tokens=route.input_tokens,
+            uncached_tokens=self._granting.uncached_tokens(turn),
+            slots=wait.slots,
+            is_paced=is_paced,
         )
+        waiting = WaitingTurn(turn, place, reason, self._holding.deadline(turn, reason))
+        state.waiting.add(waiting)
+        self._holding.begin(waiting, now)
 
     def judge(self, now: float) -> None:
-        """Let go whom there is room for: O(turns freed), or O(waiting) when what decides has changed."""
+        """Let go whom there is room for, in the queue's order: a turn at a time, so that each sees the load of those
+        before it. O(turns freed), or O(waiting) when what decides has changed."""
         state = self._state
-        everybody = state.must_judge_all
+        changed = self._judge_anew(now) if state.must_judge_all else []
         state.must_judge = state.must_judge_all = False
-        if everybody:
-            for waiting in state.waiting.oldest_first():
-                # So that those who move in find their place by age.
-                state.waiting.move(waiting, waiting.lane)
-                self._judge_one(waiting, now)
-        else:
-            self._judge_fronts(now)
+        queue = state.waiting.queue
+        while (chosen := queue.next(now, self._may_go)) is not None:
+            self._let_go(chosen, now)
+        for waiting, reason in changed:
+            if state.waiting.get(*waiting.key) is waiting:
+                self._holding.hold_anew(waiting, reason, now)
 
-    def _judge_fronts(self, now: float) -> None:
-        """Oldest front first, until that of each lane has to go on waiting."""
-        waiting = self._state.waiting
-        fronts = [
-            (front.turn.since, lane)
-            for lane in waiting.lanes()
-            if (front := waiting.front(lane)) is not None
-        ]
-        heapify(fronts)
-        while fronts:
-            _, lane = heappop(fronts)
-            front = waiting.front(lane)
-            if front is None:
-                continue
-            self._judge_one(front, now)
-            following = waiting.front(lane)
-            if following is not None and following is not front:
-                heappush(fronts, (following.turn.since, lane))
-
-    def _judge_one(self, waiting: WaitingTurn, now: float, *, forced: bool = False) -> None:
+    def _judge_anew(self, now: float) -> list[tuple[WaitingTurn, Reason]]:
+        """Who waits for what, now. Returned are those whose reason is another."""
         state = self._state
-        match self._decide(waiting.turn, now, forced=forced):
-            case Choice() as choice:
-                self._grant(waiting.turn, choice, now)
-            case Wait() as wait:
-                if wait.lane != waiting.lane:
-                    state.waiting.move(waiting, wait.lane)
-                if wait.reason != waiting.reason or forced:
-                    deadline = self._deadline(waiting.turn, wait.reason, now)
-                    state.waiting.postpone(waiting, wait.reason, now, deadline)
-                    self._hold(waiting, now)
-            case str() as reason:
+        changed: list[tuple[WaitingTurn, Reason]] = []
+        for waiting in list(state.waiting):
+            eligible = self._eligibility.of(waiting.turn)
+            if isinstance(eligible, str):
                 state.waiting.remove(waiting)
-                self._reject(waiting.turn, "context_length_exceeded", reason)
+                self._reject(waiting.turn, "context_length_exceeded", eligible, now)
+                continue
+            reason: Reason = "policy" if waiting.place.is_paced else "queue"
+            if isinstance(eligible, Wait):
+                reason = eligible.reason
+            state.waiting.queue.move(waiting.place, eligible.slots)
+            if reason != waiting.reason:
+                changed.append((waiting, reason))
+        return changed
 
-    def send_on(self) -> None:
+    def _let_go(self, chosen: Next, now: float) -> None:
+        state = self._state
+        place = chosen.place
+        waiting = state.waiting.of_key(place.key)
+        decision = self._decide(waiting.turn, place.policy_class, paced=place.is_paced)
+        match decision:
+            case Choice():
+                state.waiting.queue.charge(chosen)
+                self._granting.grant(waiting.turn, decision, now)
+            case Wait():
+                # Its session was bound elsewhere meanwhile, or its program has to wait now.
+                assert decision.slots != place.slots, "its line has room"
+                state.waiting.queue.move(place, decision.slots)
+                if not decision.slots:
+                    self._holding.hold_anew(waiting, decision.reason, now)
+            case str():
+                state.waiting.remove(waiting)
+                self._reject(waiting.turn, "context_length_exceeded", decision, now)
+
+    def admit(self, now: float) -> None:
+        """A round of admission: the turns of programs that have a place now stand in the queue for it."""
+        state = self._state
+        assert state.admission is not None
+        freed: list[WaitingTurn] = []
+        for program in state.admission.round(now):
+            for key in [turn.key for turn in program.turns.values() if not turn.is_running]:
+                waiting = state.waiting.get(*key)
+                eligible = None if waiting is None else self._eligibility.of(waiting.turn)
+                # Whatever else it would have to wait for now, it is judged anew when that changes.
+                if waiting is not None and isinstance(eligible, Eligible):
+                    state.waiting.queue.move(waiting.place, eligible.slots)
+                    freed.append(waiting)
+        if freed:
+            self.judge(now)
+        for waiting in freed:
+            if state.waiting.get(*waiting.key) is waiting:
+                self._holding.hold_anew(
+                    waiting, "policy" if waiting.place.is_paced else "queue", now
+                )
+
+    def _force(self, waiting: WaitingTurn, now: float) -> None:
+        """Its time is up: it goes whatever the load, if there is anywhere to go."""
+        state = self._state
+        decision = self._decide(waiting.turn, waiting.place.policy_class, forced=True)
+        match decision:
+            case Choice():
+                state.counters["forced"] += 1
+                self._granting.grant(waiting.turn, decision, now)
+            case Wait():
+                state.waiting.queue.move(waiting.place, decision.slots)
+                self._holding.hold_anew(waiting, decision.reason, now)
+            case str():
+                state.waiting.remove(waiting)
+                self._reject(waiting.turn, "context_length_exceeded", decision, now)
+
+    def send_on(self, now: float) -> None:
         """The ring moved: waiting turns whose key is another router's now are told. O(waiting)."""
         waiting = self._state.waiting
-        for each in waiting.oldest_first():
+        for each in list(waiting):
             if self._belongs_elsewhere(each.turn.route):
                 waiting.remove(each)
-                self._moved(each.turn)
+                self._moved(each.turn, now)
 
-    def _moved(self, turn: Turn) -> None:
+    def _moved(self, turn: Turn, now: float) -> None:
+        self._gone(turn, now)
         route = turn.route
         self._state.counters["moved"] += 1
+        self._holding.remember(turn, "moved", "", 0.0, now)
         self._state.effects.send(turn.owner, Moved(route.request, route.attempt, self.wire_ring()))
 
     def tick(self, now: float) -> None:
@@ -355,16 +338,25 @@ class Placement:
                     waiting.turn,
                     "no_worker",
                     f"no worker for {waited:.0f} s",
+                    now,
                     retry_after_s=_RETRY_AFTER_S,
                 )
             else:
-                self._judge_one(waiting, now, forced=True)
+                self._force(waiting, now)
 
     def _reject(
-        self, turn: Turn, code: RejectCode, message: str, *, retry_after_s: float = 0.0
+        self,
+        turn: Turn,
+        code: RejectCode,
+        message: str,
+        now: float,
+        *,
+        retry_after_s: float = 0.0,
     ) -> None:
+        self._gone(turn, now)
         route = turn.route
         self._state.counters["rejects"] += 1
+        self._holding.remember(turn, "reject", f"{code}: {message}", 0.0, now)
         self._state.effects.send(
             turn.owner, Reject(route.request, route.attempt, code, message, retry_after_s)
         )

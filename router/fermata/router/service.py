@@ -16,7 +16,9 @@ from msgspec.structs import replace
 from fermata.core.clock import Clock
 from fermata.core.spec import RouterPolicySpec
 from fermata.router.core import Router, RouterConfig, Send
-from fermata.wire.messages import PolicyAck, Role, Status, StatusRequest
+from fermata.router.families import Family, families
+from fermata.router.router_links import RouterLinks
+from fermata.wire.messages import Handover, PolicyAck, Role, Status, StatusRequest
 from fermata.wire.socket import Context, Listener, Packet, Peer, Unsendable
 
 log = logging.getLogger(__name__)
@@ -45,6 +47,9 @@ class RouterService:
         self.dropped = 0
         """Messages that a peer which does not read could not be given."""
         self._listener = Listener(context, listen, role=Role.ROUTER, receive=self._receive)
+        self._ring = self.core.state.ring
+        me = Peer(Role.ROUTER, config.id, config.incarnation)
+        self._routers = RouterLinks(context, me=me)
 
     @property
     def endpoint(self) -> str:
@@ -59,6 +64,7 @@ class RouterService:
         finally:
             if self._timer is not None:
                 self._timer.cancel()
+            self._routers.close()
             self._listener.close(linger_s=0.2)
 
     def stop(self) -> None:
@@ -73,6 +79,10 @@ class RouterService:
 
     def numbers(self) -> dict[str, float]:
         return self.status().numbers
+
+    def families(self) -> list[Family]:
+        """Those with labels."""
+        return list(families(self.core.state))
 
     def _receive(self, peer: Peer, packet: Packet) -> None:
         if isinstance(packet.message, StatusRequest):
@@ -101,15 +111,29 @@ class RouterService:
         self._timer = self._loop.call_at(at, self._tick)
 
     def _send(self, effects: list[Send]) -> None:
+        for warning in self.core.take_warnings():
+            log.warning("%s", warning)
+        ring = self.core.state.ring
+        if ring is not self._ring:
+            self._ring = ring
+            self._routers.follow(ring.members)
+            log.info("ring epoch=%d routers=%s", ring.epoch, ",".join(ring.members))
         for effect in effects:
             if isinstance(effect.message, PolicyAck):
                 _log_policy(effect.message)
             try:
-                self.dropped += not self._listener.send(effect.to, effect.message, effect.frame)
+                self.dropped += not self._send_one(effect)
             except Unsendable:
                 # One answer that repeats nonsense must not cost the others theirs.
                 self.dropped += 1
                 log.exception("dropped an answer to=%s", effect.to.identity)
+        if self.core.is_drained:
+            self.stop()
+
+    def _send_one(self, effect: Send) -> bool:
+        if isinstance(effect.message, Handover):
+            return self._routers.send(effect.to.id, effect.message, effect.frame)
+        return self._listener.send(effect.to, effect.message, effect.frame)
 
 
 def _log_policy(ack: PolicyAck) -> None:

@@ -5,21 +5,33 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import ceil
 from random import Random
 
 from fermata.core.ids import LeaseId, RouterId, Slot, WorkerId, make_lease_id
 from fermata.core.ring import Ring
 from fermata.core.spec import LivenessSpec, RouterPolicySpec
+from fermata.router.admission import Admission, Facts, admission_rule
 from fermata.router.affinity import Affinity
+from fermata.router.approximate import ApproximateIndex
+from fermata.router.decisions import Decisions
 from fermata.router.lease import LeaseTable
 from fermata.router.load import Loads, Thresholds
 from fermata.router.model import Effects, Seats
+from fermata.router.occupancy import Weights
+from fermata.router.overload import Overload
 from fermata.router.owner import Owners
 from fermata.router.policy import PlacementPolicy, placement_policy
 from fermata.router.prefix_index import PrefixIndex
+from fermata.router.program_table import ProgramTable
+from fermata.router.queue import Key
 from fermata.router.recent import Recent
-from fermata.router.waiting import Key, Waiting
+from fermata.router.shares import Shares
+from fermata.router.tier_index import Hashes
+from fermata.router.wait_statistics import WaitStatistics
+from fermata.router.waiting import Waiting
 from fermata.router.worker import ExpectedWorker, Workers
+from fermata.wire.messages import TimingProfile
 
 BOOT_WAIT_S = 5.0
 """Real seconds a booting router waits at most for its policy and the snapshots of the workers it knows."""
@@ -67,23 +79,44 @@ class RouterState:
         self.effects = Effects()
         self.seats = Seats()
         self.index = PrefixIndex(limit_pairs=self.policy.kv.index_blocks)
+        self.approximate = ApproximateIndex(self.policy.kv, width_s=width_s)
         self.leases = LeaseTable(block_size=config.block_size, width_s=width_s)
         self.loads = Loads(router=config.number, block_size=config.block_size, leases=self.leases)
         self.affinity = Affinity()
+        self.shares = Shares()
         self.workers = Workers(width_s=width_s)
         self.owners = Owners(width_s=width_s)
-        self.waiting = Waiting(width_s=width_s)
+        self.waiting = Waiting(self.policy.queue, width_s=width_s)
+        self.programs = ProgramTable(
+            block_size=config.block_size,
+            width_s=width_s,
+            idle_timeout_s=self.policy.programs.idle_timeout_s,
+        )
+        self.admission: Admission | None = None
+        """Of programs; None under policies that let every turn go."""
+        self.overload = Overload(self.programs)
         self.done: Recent[Key, int] = Recent(_MOST_RECENT)
         """Requests that need no lease any more, and their attempt: a late Route of theirs is not answered."""
+        self.handed: Recent[Key, float] = Recent(_MOST_RECENT)
+        """Since when turns wait that another router held: they may be asked about here next."""
+        self.awaited: set[WorkerId] = set()
+        """Workers that a router that had our keys knows and that we do not."""
+        self._settles_at = 0.0
         self.old_ends: Recent[LeaseId, None] = Recent(_MOST_RECENT)
         """Ended leases of earlier boots: a late claim does not bring them back."""
+        self.decisions = Decisions()
+        self.waits = WaitStatistics()
         self.must_judge = False
         """Capacity came free: waiting turns may go."""
         self.must_judge_all = False
         """What decides has changed: so may their reasons to wait."""
         self.counters: Counter[str] = Counter()
+        self.warnings: list[str] = []
+        """For people, since the shell last took them."""
+        self._warned: Recent[str, None] = Recent(_MOST_RECENT)
         self._serial = 0
-        self.loads.apply(Thresholds(self.policy.overload, self.policy.queue))
+        self._apply_thresholds()
+        self._apply_admission()
 
     @property
     def liveness(self) -> LivenessSpec:
@@ -99,28 +132,88 @@ class RouterState:
 
     @property
     def boot_ends_at(self) -> float:
-        return self.booted_at + self.real(BOOT_WAIT_S)
+        return max(self.booted_at + self.real(BOOT_WAIT_S), self._settles_at)
+
+    @property
+    def is_in_ring(self) -> bool:
+        """False: no key is ours any more; what we granted still is, until it ends."""
+        return self.config.id in self.ring.members
+
+    def await_workers(self, names: set[WorkerId], now: float) -> None:
+        """We are new in the ring: turns wait until these are in, as at a boot, and as long at most."""
+        self.awaited |= names
+        self._settles_at = now + self.real(BOOT_WAIT_S)
+        self.is_booting = True
+        self.is_settled = False
+        self.must_judge_all = True
+
+    @property
+    def has_all_workers(self) -> bool:
+        """As far as we have heard."""
+        known = (self.workers.by_id(name) for name in self.awaited)
+        return self.workers.all_admitted and all(w is not None and w.is_admitted for w in known)
 
     def apply(self, policy: RouterPolicySpec) -> None:
         """The whole policy. Leases, affinity and what waits survive; waiting turns are judged anew."""
         before, self.policy = self.policy, policy
-        self.has_policy = True
+        is_switch, self.has_policy = self.has_policy, True
         if policy.scheduler != before.scheduler:
             self.placement_policy = self._make_placement()
-        self.loads.apply(Thresholds(policy.overload, policy.queue))
+        if policy != before:
+            self.waiting.apply(policy.queue, paced=is_switch)
+            self.overload.keep({each.name for each in self.waiting.classes})
+            self._apply_thresholds()
+        if policy.scheduler != before.scheduler:
+            self._apply_admission()
+        self.programs.set_idle_timeout(policy.programs.idle_timeout_s)
         self.index.limit_pairs = policy.kv.index_blocks
         self.must_judge_all = True
+
+    def _apply_thresholds(self) -> None:
+        self.loads.apply(Thresholds(self.policy.overload, self.waiting.classes.levels))
+
+    def _apply_admission(self) -> None:
+        """The table is kept under every policy; what rules over it is made anew from it. O(programs)."""
+        spec = self.policy.scheduler.thunder_agent
+        self.programs.occupancy.reweigh(
+            Weights(spec.tool_gap_weight, spec.human_gap_weight, spec.buffer_tokens)
+        )
+        self.admission = None
+        if self.policy.scheduler.type == "ThunderAgent":
+            facts = Facts(self.programs, self._cached_tokens, self._slots_of, self._timing)
+            self.admission = admission_rule(spec, facts)
+        self.programs.watcher = self.admission
+
+    def _cached_tokens(self, chain: Hashes) -> dict[int, int]:
+        depths = self.index.match(chain).get("device", {}) | self.approximate.match(chain)
+        return {slot: depth * self.config.block_size for slot, depth in depths.items()}
+
+    def _slots_of(self, model: str) -> int:
+        return self.workers.of_model(model) & self.workers.ready
+
+    def _timing(self, slot: int) -> TimingProfile | None:
+        worker = self.workers.of_slot(slot)
+        return None if worker is None else worker.info.timing
+
+    def warn_once(self, text: str) -> None:
+        if text not in self._warned:
+            self._warned.put(text, None)
+            self.warnings.append(text)
 
     def open_slot(self, slot: Slot) -> int:
         number = self.seats.take(slot)
         self.leases.open_slot(number)
+        self.programs.open_slot(number)
         return number
 
     def close_slot(self, slot: int) -> None:
         """Everything of a slot whose leases have ended."""
         self.leases.close_slot(slot)
+        self.programs.close_slot(slot)
         self.loads.close(slot)
         self.index.drop(slot)
+        self.approximate.close(slot)
+        self.shares.close(slot)
         self.affinity.lose_slot(slot)
         self.seats.leave(slot)
 
@@ -133,6 +226,17 @@ class RouterState:
         if rank not in expected.slots:
             expected.slots[rank] = self.open_slot(Slot(worker, rank))
         return expected.slots[rank]
+
+    def charged_tokens(self, slot: int) -> int:
+        """What we fill of the slot: what runs there, and under a rule of admission what idle programs keep there."""
+        running = self.leases.decode_blocks(slot) * self.config.block_size
+        if self.admission is None:
+            return running
+        return max(running, ceil(self.programs.occupancy.use(slot)))
+
+    def waiting_tokens(self) -> int:
+        """What waits for room. O(waiting)."""
+        return sum(waiting.place.input_tokens for waiting in self.waiting)
 
     def next_lease_id(self) -> LeaseId:
         if self._serial == _MOST_SERIALS:

@@ -1,48 +1,51 @@
-"""Turns that can not be placed yet, first come first served, each with a reason and a deadline.
+"""Turns that can not be placed yet, each with a reason and a deadline, in the order of the policy's queue.
 
-Turns wait in lanes, by the slots that could take them: whoever fits only the wide workers, or is bound Hard to one
-slot, does not stand in the way of the others. All turns of a lane can go or none can, so what frees capacity is judged
-from the fronts of the lanes, oldest first: O(turns freed).
+What a turn waits for decides where it stands: for room, among those that the same slots could take; for anything else
+(a worker, the end of a boot, its program's admission), nowhere: then no room lets it go, only a change of what it waits
+for.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 from fermata.core.ids import RequestId
+from fermata.core.spec import QueueSpec
 from fermata.router.expiry import Expiry
 from fermata.router.model import Turn
+from fermata.router.policy_class import PolicyClass, PolicyClasses
+from fermata.router.queue import Key, Place, Queue
 
-Reason = Literal["no_worker", "booting", "queue"]
-Lane = tuple[str, int]
-"""Model, and the mask of slots that could take the turn if they had room; 0 where there is none yet."""
-Key = tuple[str, RequestId]
-"""Owner and request."""
+Reason = Literal["no_worker", "booting", "queue", "pressure", "admission", "policy"]
 
 
 @dataclass(slots=True, eq=False)
 class WaitingTurn:
     turn: Turn
-    lane: Lane
+    place: Place
     reason: Reason
-    began: float
     deadline: float
 
     @property
     def key(self) -> Key:
-        return (self.turn.owner.id, self.turn.route.request)
+        return self.place.key
 
 
 class Waiting:
-    def __init__(self, *, width_s: float) -> None:
+    def __init__(self, spec: QueueSpec, *, width_s: float) -> None:
         self._turns: dict[Key, WaitingTurn] = {}
-        self._lanes: dict[Lane, OrderedDict[Key, WaitingTurn]] = {}
+        self.classes = PolicyClasses(spec)
+        self.queue = Queue(self.classes, fair_wait_s=spec.fair_wait_s)
         self.deadlines: Expiry[Key] = Expiry(width_s=width_s)
 
     def __len__(self) -> int:
         return len(self._turns)
+
+    def __iter__(self) -> Iterator[WaitingTurn]:
+        """Those who came first come first, whatever the order of the queue."""
+        return iter(self._turns.values())
 
     def get(self, owner: str, request: RequestId) -> WaitingTurn | None:
         return self._turns.get((owner, request))
@@ -53,51 +56,39 @@ class Waiting:
     def add(self, waiting: WaitingTurn) -> None:
         assert waiting.key not in self._turns
         self._turns[waiting.key] = waiting
-        self._lanes.setdefault(waiting.lane, OrderedDict())[waiting.key] = waiting
+        self.queue.add(waiting.place)
         self.deadlines.set(waiting.key, waiting.deadline)
 
     def remove(self, waiting: WaitingTurn) -> None:
         del self._turns[waiting.key]
+        self.queue.remove(waiting.place)
         self.deadlines.cancel(waiting.key)
-        self._leave_lane(waiting)
 
-    def postpone(self, waiting: WaitingTurn, reason: Reason, now: float, deadline: float) -> None:
-        waiting.reason, waiting.began, waiting.deadline = reason, now, deadline
+    def postpone(self, waiting: WaitingTurn, reason: Reason, deadline: float) -> None:
+        waiting.reason, waiting.deadline = reason, deadline
         self.deadlines.set(waiting.key, deadline)
-
-    def move(self, waiting: WaitingTurn, lane: Lane) -> None:
-        """Behind those that wait there; in its own lane too."""
-        self._leave_lane(waiting)
-        waiting.lane = lane
-        self._lanes.setdefault(lane, OrderedDict())[waiting.key] = waiting
-
-    def lanes(self) -> list[Lane]:
-        return list(self._lanes)
-
-    def front(self, lane: Lane) -> WaitingTurn | None:
-        turns = self._lanes.get(lane)
-        return None if turns is None else next(iter(turns.values()))
-
-    def oldest_first(self) -> list[WaitingTurn]:
-        """O(waiting)."""
-        return sorted(self._turns.values(), key=lambda waiting: waiting.turn.since)
 
     def of_owner(self, owner: str) -> list[WaitingTurn]:
         """O(waiting)."""
         return [waiting for key, waiting in self._turns.items() if key[0] == owner]
 
-    def _leave_lane(self, waiting: WaitingTurn) -> None:
-        lane = self._lanes[waiting.lane]
-        del lane[waiting.key]
-        if not lane:
-            del self._lanes[waiting.lane]
+    def apply(self, spec: QueueSpec, *, paced: bool) -> None:
+        """Another queue: all that wait go over with their age, and are let go at its pace. O(waiting log waiting)."""
+        self.classes = PolicyClasses(spec)
+        self.queue = Queue(self.classes, fair_wait_s=spec.fair_wait_s)
+        for waiting in self._turns.values():
+            place = waiting.place
+            place.policy_class = self._class(waiting.turn.route.policy_class, place)
+            place.is_paced = paced
+            self.queue.add(place)
+
+    def _class(self, name: str, place: Place) -> PolicyClass:
+        return self.classes.of(name, lambda: place.uncached_tokens)
 
     def check_integrity(self) -> None:
-        in_lanes = {key: w for turns in self._lanes.values() for key, w in turns.items()}
-        assert in_lanes == self._turns
-        assert all(self._lanes.values())
-        assert len(self.deadlines) == len(self._turns)
+        self.queue.check_integrity()
+        assert len(self.deadlines) == len(self._turns) == len(self.queue)
         for key, waiting in self._turns.items():
             assert key == waiting.key
             assert key in self.deadlines
-            assert key in self._lanes[waiting.lane]
+            assert waiting.place in self.queue

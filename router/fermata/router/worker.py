@@ -46,6 +46,8 @@ class Worker:
     is_draining: bool = False
     stalled: set[int] = field(default_factory=set[int])
     """Slots."""
+    sends_events: bool = False
+    """It says so, or did. Else what its ranks have is learned from grants."""
     doubt: Doubt = field(default_factory=Doubt)
     lacking: set[LeaseId] = field(default_factory=set[LeaseId])
     """Accepted leases that its last list did not name."""

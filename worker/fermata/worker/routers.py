@@ -25,6 +25,8 @@ from fermata.wire.socket import Context, Link, Packet, Peer
 log = logging.getLogger(__name__)
 
 SILENCE_S = 3.0
+LEAVE_AFTER_S = 5.0
+"""A router that left the ring may have granted a turn whose Generate is still on its way."""
 
 
 class Holder(Protocol):
@@ -37,6 +39,18 @@ class Holder(Protocol):
     def last_events(self) -> list[int]: ...
 
     def load_of(self, router: int) -> wire.LoadReport: ...
+
+    def router_booted(self, router: int) -> None:
+        """By its number; also one that is new."""
+        ...
+
+    def router_left(self, router: int) -> None: ...
+
+    def demand(self, router: int, demand: wire.Demand) -> None: ...
+
+    def rebalance(self) -> None:
+        """Strike the routers' shares anew."""
+        ...
 
     def snapshot(
         self, request: wire.SnapshotRequest
@@ -60,6 +74,8 @@ class RouterPeer:
     welcome: wire.Welcome | None = None
     answers: bool = False
     heard_at: float = 0.0
+    left_at: float | None = None
+    """Since when it is not in the ring."""
     silenced: set[int] = field(default_factory=set[int])
     """Ranks whose events stopped until a snapshot."""
     owed: deque[tuple[wire.SnapshotChunk, array[int]]] = field(
@@ -109,7 +125,8 @@ class RouterLinks:
     def tick(self) -> None:
         """Each second: heartbeat and load to those that answer, Hello to those that do not."""
         now = self._loop.time()
-        self._close_left()
+        self._close_left(now)
+        self._holder.rebalance()
         for peer in self._peers.values():
             if peer.answers and now - peer.heard_at > SILENCE_S:
                 log.warning("router does not answer router=%s", peer.id)
@@ -151,14 +168,25 @@ class RouterLinks:
         link.send(self._holder.hello())
         return RouterPeer(router, link)
 
-    def _close_left(self) -> None:
+    def _close_left(self, now: float) -> None:
         """Routers that left the ring are told of their leases until the last has ended."""
-        for router in [r for r in self._peers if r not in self.ring.members]:
-            peer = self._peers[router]
-            if peer.welcome is None or not self._holder.digest(peer.welcome.number).count:
-                peer.link.send(wire.Bye(self._me.incarnation, "left the ring"))
-                peer.link.close(linger_s=0.5)
-                del self._peers[router]
+        for router, peer in list(self._peers.items()):
+            if router in self.ring.members:
+                peer.left_at = None
+                continue
+            if peer.left_at is None:
+                peer.left_at = now
+            number = None if peer.welcome is None else peer.welcome.number
+            if number is not None and (
+                now - peer.left_at < LEAVE_AFTER_S or self._holder.digest(number).count
+            ):
+                continue
+            if peer.answers:
+                peer.link.send(wire.Bye(self._me.incarnation, wire.LEFT_RING))
+            peer.link.close(linger_s=0.5)
+            del self._peers[router]
+            if number is not None:
+                self._holder.router_left(number)
 
     def _heartbeat(self, peer: RouterPeer) -> None:
         assert peer.welcome is not None
@@ -202,6 +230,9 @@ class RouterLinks:
             case wire.LeaseListRequest():
                 if peer.welcome is not None:
                     peer.link.send(wire.LeaseList(), self._holder.running(peer.welcome.number))
+            case wire.Demand() as demand:
+                if peer.welcome is not None:
+                    self._holder.demand(peer.welcome.number, demand)
             case wire.StatusRequest():
                 peer.link.send(self._holder.status())
             case _:
@@ -210,6 +241,9 @@ class RouterLinks:
     def _welcomed(self, peer: RouterPeer, welcome: wire.Welcome) -> None:
         if peer.welcome is None or peer.welcome.incarnation != welcome.incarnation:
             log.info("welcome router=%s incarnation=%d", peer.id, welcome.incarnation)
+            self._holder.router_booted(welcome.number)
+            self._holder.rebalance()
+            peer.link.send(self._holder.load_of(welcome.number))
         peer.welcome = welcome
         peer.answers = True
         self._holder.on_welcome(lambda message: _send(peer.link, message))

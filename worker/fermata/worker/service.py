@@ -23,6 +23,7 @@ from fermata.core.ring import Ring
 from fermata.core.spec import AgentDeployment, WorkerGroupSpec
 from fermata.wire import messages as wire
 from fermata.wire.socket import Context, Listener, Packet, Peer
+from fermata.worker.budget import Budget
 from fermata.worker.engine.base import Engine, EngineOutput, EngineRefused, EngineRequest
 from fermata.worker.fences import Fences
 from fermata.worker.kv_events import RankEvents
@@ -78,6 +79,9 @@ class WorkerService:
         """Leases that ended before they came: their Generate may still be under way."""
         self._sessions = Sessions()
         self._events = [RankEvents(rank) for rank in range(len(engines))]
+        self._budgets = [
+            Budget(engine.info.kv_blocks["device"] * engine.info.block_size) for engine in engines
+        ]
         self._dirty: dict[Peer, dict[LeaseId, Attempt]] = {}
         self._flushing = False
         self._drain_askers: list[Peer] = []
@@ -327,7 +331,7 @@ class WorkerService:
     def load_of(self, router: int) -> wire.LoadReport:
         ranks: list[wire.RankLoad] = []
         for rank, engine in enumerate(self._engines):
-            load, info = engine.load(), engine.info
+            load, share = engine.load(), self._budgets[rank].share(router)
             ranks.append(
                 wire.RankLoad(
                     rank=rank,
@@ -339,12 +343,36 @@ class WorkerService:
                         wire.RouterLoad(number, row.active, row.waiting, row.charged_tokens)
                         for number, row in load.routers.items()
                     ],
-                    share_tokens=info.kv_blocks["device"]
-                    * info.block_size
-                    // len(self._routers.ring.members),
+                    share_tokens=share.tokens,
+                    share_number=share.number,
                 )
             )
         return wire.LoadReport(ranks)
+
+    def router_booted(self, router: int) -> None:
+        for budget in self._budgets:
+            budget.joined(router, self._loop.time())
+
+    def router_left(self, router: int) -> None:
+        for budget in self._budgets:
+            budget.left(router)
+
+    def demand(self, router: int, demand: wire.Demand) -> None:
+        for ask in demand.ranks:
+            if 0 <= ask.rank < len(self._budgets):
+                self._budgets[ask.rank].heard(
+                    router,
+                    charged=ask.charged_tokens,
+                    waiting=ask.waiting_tokens,
+                    number=ask.share_number,
+                    now=self._loop.time(),
+                )
+
+    def rebalance(self) -> None:
+        now = self._loop.time()
+        for budget, engine in zip(self._budgets, self._engines, strict=True):
+            tallies = engine.load().routers
+            budget.rebalance({r: tally.charged_tokens for r, tally in tallies.items()}, now)
 
     def snapshot(
         self, request: wire.SnapshotRequest

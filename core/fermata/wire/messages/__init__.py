@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from fermata.wire.messages.common import (
     Batch,
+    Candidate,
+    Decision,
     Drain,
     DrainStatus,
+    Explanation,
     Fault,
     Hints,
     KvAction,
     KvHints,
     Message,
+    ProgramRow,
+    Programs,
     Ring,
     Role,
     Sampling,
@@ -28,6 +33,7 @@ from fermata.wire.messages.frontend import (
     Moved,
     Output,
     OutputEntry,
+    ProgramEnded,
     Refused,
     Reject,
     Revoke,
@@ -35,7 +41,10 @@ from fermata.wire.messages.frontend import (
 )
 from fermata.wire.messages.operator import PolicyAck
 from fermata.wire.messages.router import (
+    LEFT_RING,
+    NO_EPOCH,
     Bye,
+    ExplainRequest,
     Handover,
     Heartbeat,
     HeldTurn,
@@ -50,31 +59,42 @@ from fermata.wire.messages.router import (
     LeaseList,
     LeaseProgress,
     LoadReport,
+    ProgramsRequest,
     Progress,
     RankLoad,
     Route,
     RouterLoad,
     SetPolicy,
     SnapshotChunk,
+    TimingProfile,
     WorkerInfo,
 )
 from fermata.wire.messages.worker import (
     Abort,
+    Demand,
     Fence,
     Generate,
     HintPush,
+    RankDemand,
     SnapshotRequest,
 )
 
 __all__ = [
     "ANY",
     "FRAME_ITEM_BYTES",
+    "LEFT_RING",
+    "NO_EPOCH",
     "Abort",
     "Accepted",
     "Batch",
     "Bye",
+    "Candidate",
+    "Decision",
+    "Demand",
     "Drain",
     "DrainStatus",
+    "ExplainRequest",
+    "Explanation",
     "Fault",
     "Fence",
     "Generate",
@@ -105,7 +125,12 @@ __all__ = [
     "Output",
     "OutputEntry",
     "PolicyAck",
+    "ProgramEnded",
+    "ProgramRow",
+    "Programs",
+    "ProgramsRequest",
     "Progress",
+    "RankDemand",
     "RankLoad",
     "Refused",
     "Reject",
@@ -121,6 +146,7 @@ __all__ = [
     "SnapshotRequest",
     "Status",
     "StatusRequest",
+    "TimingProfile",
     "Usage",
     "Welcome",
     "WorkerInfo",
@@ -128,15 +154,15 @@ __all__ = [
 
 ANY: tuple[type[Message], ...] = (
     # Shared
-    Batch, Fault, Drain, DrainStatus, StatusRequest, Status,
+    Batch, Fault, Drain, DrainStatus, StatusRequest, Status, Programs, Explanation,
     # To a router
     Hello, Heartbeat, Bye, Route, Progress, LeaseClaims, LeaseList, KvEvents, SnapshotChunk,
-    LoadReport, SetPolicy, Handover,
+    LoadReport, SetPolicy, Handover, ExplainRequest, ProgramsRequest,
     # To a frontend (Welcome, HeartbeatAck, LeaseListRequest and Revoke go to workers too)
     Welcome, HeartbeatAck, LeaseListRequest, Revoke, Grant, Hold, Reject, Moved, Accepted, Refused,
-    Output,
+    Output, ProgramEnded,
     # To a worker
-    Generate, Abort, Fence, SnapshotRequest, HintPush,
+    Generate, Abort, Fence, SnapshotRequest, HintPush, Demand,
     # To the operator
     PolicyAck,
 )  # fmt: skip

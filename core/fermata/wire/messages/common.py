@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from fermata.core.ids import RoutingKey, SessionId
+from fermata.core.ids import OwnerId, RequestId, RoutingKey, SessionId, WorkerId
 
 
 class Role(Enum):
@@ -106,6 +106,9 @@ class SessionRecord(Part, frozen=True):
     finish_class: Literal["tool", "human"] = "tool"
     reasoning: bool = False
     paused: bool = False
+    worker: WorkerId = WorkerId("")
+    """In a Handover: the slot it is bound to. A worker's own records are of the rank they come with."""
+    rank: int = 0
 
 
 class Batch(Message, frozen=True, tag=1):
@@ -154,3 +157,89 @@ class Status(Message, frozen=True, tag=6):
     id: str
     numbers: dict[str, float]
     facts: dict[str, str]
+
+
+class ProgramRow(Part, frozen=True):
+    """One program, as people look at it."""
+
+    session: SessionId
+    parent: SessionId
+    phase: Literal["reasoning", "acting"]
+    state: Literal["new", "active", "paused"]
+    worker: WorkerId
+    """Empty: it holds no slot."""
+    rank: int
+    context_tokens: int
+    steps: int
+    turns: int
+    """In flight, waiting ones included."""
+    idle_s: float
+    """Since its last turn's finish; 0 with a turn in flight."""
+    waited_s: float
+    """Of its waiting turn that came first; 0 without one."""
+    reason: str
+    """What that turn waits for, as in a Hold."""
+    gap: Literal["tool", "human"]
+    is_marked: bool = False
+    """To be paused when its turn ends."""
+    is_final: bool = False
+    """Ends with its turn."""
+    inferred: bool = False
+
+
+class Programs(Message, frozen=True, tag=7):
+    """Router -> operator, frontend: a page of programs in order of their session."""
+
+    request: RequestId
+    programs: list[ProgramRow]
+    total: int
+    """In the router's table, those on other pages and of other prefixes included."""
+    paused: int
+    """Of `total`."""
+    more: bool
+    """Ask again, after the last one here."""
+
+
+class Candidate(Part, frozen=True):
+    """A slot that could take the turn, as it was scored."""
+
+    worker: WorkerId
+    rank: int
+    has_room: bool
+    score: float | None
+    """Cost, the lowest wins; None where the policy scored none."""
+    matched: dict[str, int]
+    """Routing blocks of the prompt per tier, promised ones as on the device."""
+    shared_blocks: int
+    """Of the prompt, those that running turns hold there anyway."""
+
+
+class Decision(Part, frozen=True):
+    """What became of a turn, or of its wait, at one moment."""
+
+    age_s: float
+    """Since then."""
+    request: RequestId
+    attempt: int
+    owner: OwnerId
+    session: SessionId
+    what: Literal["grant", "hold", "reject", "moved"]
+    reason: str = ""
+    """Of a hold or a rejection; of a grant why this slot: `cost`, `affinity`, `program`, `only`."""
+    policy: str = ""
+    policy_revision: int = 0
+    input_tokens: int = 0
+    worker: WorkerId = WorkerId("")
+    rank: int = 0
+    waited_s: float = 0.0
+    """Of a hold: until its deadline."""
+    candidates: list[Candidate] = []
+
+
+class Explanation(Message, frozen=True, tag=8):
+    """Router -> operator, frontend. Newest first; only what its bounded memory still has."""
+
+    request: RequestId
+    decisions: list[Decision]
+    policy: str
+    policy_revision: int

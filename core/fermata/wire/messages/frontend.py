@@ -135,3 +135,13 @@ class Output(Message, frozen=True, tag=40):
     """What the engine made since the last one. Frame: u32 token ids, entry after entry."""
 
     entries: list[OutputEntry]
+
+
+class ProgramEnded(Message, frozen=True, tag=42):
+    """Answer to a final Route without input: the session's program is over, or is with its last
+    turn. No lease was granted."""
+
+    request: RequestId
+    attempt: int
+    was_known: bool
+    """False: there was no such program here (any more)."""

@@ -15,6 +15,17 @@ from fermata.core.ids import (
 from fermata.wire.messages.common import Hints, Message, Part, Ring, SessionRecord, Usage
 
 Tier = Literal["device", "host", "disk", "shared"]
+NO_EPOCH = (1 << 62) - 1
+"""Of a Route that is not sent by the ring."""
+
+
+class TimingProfile(Part, frozen=True):
+    """How long a rank takes, for rules that weigh prefill against decoding: coefficients from the constant up."""
+
+    prefill_ms: list[float]
+    """Of a polynomial in the tokens of a prefill."""
+    decode_ms: list[float]
+    """Of one in the share of KV in use, for one step."""
 
 
 class WorkerInfo(Part, frozen=True):
@@ -36,6 +47,7 @@ class WorkerInfo(Part, frozen=True):
     revision: str = ""
     features: list[str] = []
     """`kv_events`, `priority`, `lora`, `hints`, `script_inputs` (wants Generate.script_inputs)."""
+    timing: TimingProfile | None = None
 
 
 class Hello(Message, frozen=True, tag=10):
@@ -71,6 +83,10 @@ class Heartbeat(Message, frozen=True, tag=11):
     within a second."""
 
 
+LEFT_RING = "left the ring"
+"""Reason of a Bye to a router that owns no key any more, by a peer that has no lease of it: it lives on elsewhere."""
+
+
 class Bye(Message, frozen=True, tag=12):
     incarnation: int
     reason: str = ""
@@ -78,7 +94,12 @@ class Bye(Message, frozen=True, tag=12):
 
 class Route(Message, frozen=True, tag=13):
     """Place a turn. Frame: u64 sequence hashes of its full routing blocks. Idempotent by (owner,
-    request, attempt)."""
+    request, attempt).
+
+    With `final` and no input it only ends its session's program: no engine is asked, and the answer
+    is ProgramEnded. Such a one goes to every router, with an epoch above any (`NO_EPOCH`): who has
+    the program ends it, whatever the ring.
+    """
 
     request: RequestId
     attempt: int
@@ -123,6 +144,8 @@ class LeaseProgress(Part, frozen=True):
     request: RequestId = RequestId("")
     """With lease 0 and `cancelled` only: the client of this turn went away while its Route had no
     answer yet. A Grant that crosses it on the way is given back as any other."""
+    gap: Literal["", "tool", "human"] = ""
+    """finished: what its session waits for now, where the owner knows; else `reason` has to tell."""
 
 
 class Progress(Message, frozen=True, tag=14):
@@ -236,6 +259,8 @@ class RankLoad(Part, frozen=True):
     routers: list[RouterLoad] = []
     share_tokens: int = 0
     """The addressed router's share of the rank's KV budget."""
+    share_number: int = 0
+    """Names this share in the router's Demand. 0: the worker leases none, and all of it is the router's."""
 
 
 class LoadReport(Message, frozen=True, tag=19):
@@ -267,3 +292,28 @@ class Handover(Message, frozen=True, tag=21):
     epoch: int
     programs: list[SessionRecord]
     turns: list[HeldTurn]
+    workers: list[WorkerId] = []
+    """Those the sender knows: the receiver, if it is new, waits for them before it places turns."""
+
+
+class ExplainRequest(Message, frozen=True, tag=22):
+    """Operator, frontend -> router: what was decided lately, newest first. Answered by
+    Explanation."""
+
+    request: RequestId = RequestId("")
+    """Of this turn alone, all its attempts. Empty: of any."""
+    prefix: str = ""
+    """Only of sessions whose name begins so: a tenant asks about its own."""
+    limit: int = 10
+
+
+class ProgramsRequest(Message, frozen=True, tag=23):
+    """Operator, frontend -> router: a page of its programs, by session. Answered by Programs."""
+
+    request: RequestId = RequestId("")
+    """Comes back in the answer."""
+    after: SessionId = SessionId("")
+    """Last session of the page before."""
+    prefix: str = ""
+    """Only sessions whose name begins so."""
+    limit: int = 1000

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fermata.core.ids import LeaseId, OwnerId, RequestId, RoutingKey, SessionId
-from fermata.wire.messages.common import KvHints, Message, Sampling
+from fermata.wire.messages.common import KvHints, Message, Part, Sampling
 
 
 class Generate(Message, frozen=True, tag=50):
@@ -58,6 +58,24 @@ class Fence(Message, frozen=True, tag=52):
 class SnapshotRequest(Message, frozen=True, tag=53):
     rank: int
     request: int
+
+
+class RankDemand(Part, frozen=True):
+    """What one router asks of one rank, in tokens of KV."""
+
+    rank: int
+    charged_tokens: int
+    """Of what it has placed there, shared blocks once."""
+    waiting_tokens: int
+    """This rank's part of what waits for room."""
+    share_number: int = 0
+    """Of the share that it acts on (`RankLoad.share_number`); 0 before it heard of one."""
+
+
+class Demand(Message, frozen=True, tag=55):
+    """Router -> worker, in answer to each LoadReport: what the shares of the KV budget are struck by."""
+
+    ranks: list[RankDemand]
 
 
 class HintPush(Message, frozen=True, tag=54):

@@ -73,6 +73,11 @@ class FrontendCollector(Collector):
         yield _counter("cached_tokens", "Prompt tokens found in a worker's cache", m.cached_tokens)
         yield _counter("held_turns", "Turns that a router held", m.held_turns)
         yield _counter("held_seconds", "Time that turns were held", m.held_s)
+        yield _histograms("hold_seconds", "Time that a turn was held, by reason", "reason", m.holds)
+        yield _counter("farewells", "Requests that only ended their session", m.farewells)
+        yield _counter(
+            "unheard_farewells", "Of those, the ones no router answered", m.unheard_farewells
+        )
         yield _histogram("request_duration_seconds", "Finished turns, request to end", m.duration_s)
         yield _histogram("time_to_first_token_seconds", "Request to first token", m.first_token_s)
         yield _histogram("inter_token_latency_seconds", "Mean of one response", m.between_tokens_s)
@@ -90,6 +95,7 @@ class FrontendCollector(Collector):
         )
         yield _counter("migrations", "Turns moved off a lost or draining worker", table.migrations)
         yield _counter("cancellations", "Turns whose client left", counters.cancellations)
+        yield _counter("repeats", "Turns that were asked for again", table.repeats.found)
         yield _counter("poisons", "Turns refused as poison", counters.poisons)
         yield _counter("stale_grants", "Leases given back at once", counters.stale_grants)
         yield _counter("stale_outputs", "Output of leases no longer owned", counters.stale_outputs)
@@ -141,14 +147,27 @@ def _gauge(name: str, help_text: str, value: float) -> Metric:
 
 
 def _histogram(name: str, help_text: str, histogram: Histogram) -> Metric:
+    return HistogramMetricFamily(
+        PREFIX + name, help_text, buckets=_buckets(histogram), sum_value=histogram.total
+    )
+
+
+def _histograms(
+    name: str, help_text: str, label: str, histograms: Mapping[str, Histogram]
+) -> Metric:
+    family = HistogramMetricFamily(PREFIX + name, help_text, labels=[label])
+    for value, histogram in sorted(histograms.items()):
+        family.add_metric([value], _buckets(histogram), histogram.total)
+    return family
+
+
+def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
     buckets: list[tuple[str, float]] = []
     total = 0
     for bound, count in zip([*histogram.bounds, float("inf")], histogram.counts, strict=True):
         total += count
         buckets.append(("+Inf" if bound == float("inf") else repr(bound), total))
-    return HistogramMetricFamily(
-        PREFIX + name, help_text, buckets=buckets, sum_value=histogram.total
-    )
+    return buckets
 
 
 def _wire(peer: str, numbers: Mapping[str, float]) -> Metric:

@@ -29,6 +29,7 @@ from fermata.frontend.http.exchange import (
     headers_of,
     read_json_body,
 )
+from fermata.frontend.http.programs import add_programs
 from fermata.frontend.keys import ApiKeys
 from fermata.frontend.prompt import PromptModel
 from fermata.frontend.request import decode_body
@@ -72,6 +73,7 @@ def slow_app(room: SlowRoom) -> FastAPI:
     _add_models(app, room)
     _add_tokens(app, room)
     _add_health(app, room)
+    add_programs(app, service=room.service, keys=room.keys)
     app.add_exception_handler(TurnError, _on_turn_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(ClientGone, _on_client_gone)

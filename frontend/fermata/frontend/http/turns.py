@@ -33,17 +33,18 @@ from fermata.frontend.http.exchange import (
     watch,
 )
 from fermata.frontend.http.reply import Reply, reply_to
-from fermata.frontend.intake import Intent
+from fermata.frontend.intake import Farewell, Intent
 from fermata.frontend.keys import ApiKeys, Caller
 from fermata.frontend.metrics import FrontendMetrics, status_of
 from fermata.frontend.output import Delta, Output, PlainText
 from fermata.frontend.prompt import PromptModel, StopStrings
 from fermata.frontend.request import ChatBody, CompletionBody, decode_body
 from fermata.frontend.service import FrontendService
-from fermata.frontend.trace_record import record_of
+from fermata.frontend.trace_record import farewell_record, record_of
 from fermata.frontend.turn import Turn
 from fermata.frontend.turn_model import Failed, Finished
 from fermata.trace import TraceWriter
+from fermata.wire.messages import Usage
 
 log = logging.getLogger(__name__)
 
@@ -79,13 +80,15 @@ class TurnEndpoint(Generic[BodyT]):
         room: TurnRoom,
         *,
         decoder: msgspec.json.Decoder[BodyT],
-        accept: Callable[[BodyT, Caller, Mapping[str, str]], Awaitable[Intent]],
+        accept: Callable[[BodyT, Caller, Mapping[str, str]], Awaitable[Intent | Farewell]],
         writer: Callable[[WriterSpec], Writer],
     ) -> None:
         self._name = name
         self._room = room
         self._decoder: msgspec.json.Decoder[BodyT] = decoder
-        self._accept: Callable[[BodyT, Caller, Mapping[str, str]], Awaitable[Intent]] = accept
+        self._accept: Callable[[BodyT, Caller, Mapping[str, str]], Awaitable[Intent | Farewell]] = (
+            accept
+        )
         self._writer = writer
         self._loop = asyncio.get_running_loop()
 
@@ -131,6 +134,9 @@ class TurnEndpoint(Generic[BodyT]):
         body = decode_body(raw, self._decoder)
         received_unix_ms = clock.unix_ms()
         intent = await self._accept(body, caller, headers)
+        if isinstance(intent, Farewell):
+            await self._bid_farewell(body, intent, reply, received, received_unix_ms)
+            return 200
         answer = self._answer(body, intent, reply, received_unix_ms // 1000)
         unwatch = watch(connection, receive, answer.waker)
         try:
@@ -159,6 +165,43 @@ class TurnEndpoint(Generic[BodyT]):
             stop=answer.output.stop,
         )
         trace.put(record)
+
+    async def _bid_farewell(
+        self, body: BodyT, farewell: Farewell, reply: Reply, received: float, unix_ms: int
+    ) -> None:
+        """An empty answer, once the routers know: whoever ends one session and begins another finds its room."""
+        room, who = self._room, farewell.who
+        service, clock = room.service, room.service.clock
+        if who.session and await service.end_program(farewell.request, who) is None:
+            room.metrics.unheard_farewells += (
+                1  # its program ends by itself, when it was idle for long
+            )
+        writer = self._writer(
+            WriterSpec(
+                request=farewell.request,
+                model=body.model or farewell.model,
+                created=unix_ms // 1000,
+                include_usage=body.include_usage,
+            )
+        )
+        room.metrics.farewells += 1
+        headers, usage = (b"x-request-id", farewell.request.encode()), Usage(0)
+        if body.stream:
+            await reply.begin(200, [*_STREAM, headers])
+            await reply.end(writer.opening() + writer.closing(reason="stop", usage=usage))
+        else:
+            said = writer.whole((), (), reason="stop", usage=usage)
+            await reply.whole(200, [_JSON, headers], said)
+        if room.trace is not None:
+            record = farewell_record(
+                farewell,
+                owner=service.id,
+                received=received,
+                ended=clock.now(),
+                received_unix_ms=unix_ms,
+                now_unix_ms=clock.unix_ms(),
+            )
+            room.trace.put(record)
 
     def _answer(self, body: BodyT, intent: Intent, reply: Reply, created: int) -> Answer:
         room, spec, streams = self._room, intent.spec, bool(body.stream)

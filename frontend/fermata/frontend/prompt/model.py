@@ -12,6 +12,7 @@ from fermata.frontend.prompt.detokenizer import Detokenizer, Vocabulary
 from fermata.frontend.prompt.path import PromptPath
 from fermata.frontend.prompt.template import ChatTemplate
 from fermata.frontend.prompt.tokenizer import Tokenizer, TokenizerChoice, load_tokenizer
+from fermata.frontend.prompt.tool_markup import tool_call_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,8 @@ class PromptModel:
     """None: the folder has none."""
     path: PromptPath
     vocabulary: Vocabulary
+    tool_call_tokens: tuple[int, ...] = ()
+    """Of these, one is in every answer that calls a tool; empty where the folder does not say."""
 
     @classmethod
     def load(cls, folder: ModelFolder, *, block_size: int, cache_bytes: int) -> PromptModel:
@@ -48,7 +51,8 @@ class PromptModel:
         vocabulary = Vocabulary.load(
             folder.tokenizer_file, reference, added_tokens=folder.added_tokens
         )
-        return cls(folder, tokenizer, choice, template, path, vocabulary)
+        marks = tool_call_tokens(folder.added_tokens)
+        return cls(folder, tokenizer, choice, template, path, vocabulary, marks)
 
     def render(
         self,

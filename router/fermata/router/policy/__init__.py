@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fermata.router.policy.kv_aware import KvAware
 from fermata.router.policy.least_loaded import LeastLoaded
-from fermata.router.policy.placement_policy import PlacementPolicy, Question
+from fermata.router.policy.placement_policy import PlacementPolicy, Question, Scored
 from fermata.router.policy.registry import placement_policy
 from fermata.router.policy.round_robin import RoundRobin
 
@@ -14,5 +14,6 @@ __all__ = [
     "PlacementPolicy",
     "Question",
     "RoundRobin",
+    "Scored",
     "placement_policy",
 ]

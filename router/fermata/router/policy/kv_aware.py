@@ -19,12 +19,13 @@ from random import Random
 
 from fermata.core.spec import KvAwareSpec
 from fermata.router.load import SlotLoad
-from fermata.router.policy.placement_policy import Question
+from fermata.router.policy.placement_policy import NOTHING_SCORED, Question, Scored
 from fermata.router.prefix_index import Tier
 
 
 class KvAware:
     def __init__(self, spec: KvAwareSpec, *, block_size: int, generator: Random) -> None:
+        self.scored = NOTHING_SCORED
         self._spec = spec
         self._block_size = block_size
         self._generator = generator
@@ -43,8 +44,10 @@ class KvAware:
         if question.preferred is not None and any(
             load.slot == question.preferred for load in candidates
         ):
+            self.scored = NOTHING_SCORED
             return question.preferred
         costs = self.costs(question, candidates)
+        self.scored = Scored(candidates, costs)
         if self._spec.temperature:
             return candidates[self._draw(costs)].slot
         least = min(costs)

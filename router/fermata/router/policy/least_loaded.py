@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from random import Random
 
 from fermata.router.load import SlotLoad
-from fermata.router.policy.placement_policy import Question
+from fermata.router.policy.placement_policy import NOTHING_SCORED, Question
 
 
 class LeastLoaded:
     def __init__(self, generator: Random) -> None:
+        self.scored = NOTHING_SCORED
         self._generator = generator
 
     def pick(self, question: Question, candidates: Sequence[SlotLoad]) -> int:

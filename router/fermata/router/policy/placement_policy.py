@@ -25,7 +25,21 @@ class Question:
     """Its session's slot; one of the candidates, unless None."""
 
 
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """What a pick weighed, one cost a candidate."""
+
+    candidates: Sequence[SlotLoad] = ()
+    costs: Sequence[float] = ()
+
+
+NOTHING_SCORED = Scored()
+
+
 class PlacementPolicy(Protocol):
+    scored: Scored
+    """By the last pick; nothing where it did not have to weigh."""
+
     def pick(self, question: Question, candidates: Sequence[SlotLoad]) -> int:
         """One of the candidates' slots; there is at least one."""
         ...

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fermata.router.load import SlotLoad
-from fermata.router.policy.placement_policy import Question
+from fermata.router.policy.placement_policy import NOTHING_SCORED, Question
 
 
 class RoundRobin:
     def __init__(self) -> None:
+        self.scored = NOTHING_SCORED
         self._last = -1
 
     def pick(self, question: Question, candidates: Sequence[SlotLoad]) -> int:
