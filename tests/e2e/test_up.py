@@ -151,18 +151,22 @@ def test_the_quickstart_serves_what_its_banner_says_and_ctrl_c_leaves_nothing(
     pids = up.pids()
     assert pids.keys() == {"router-0", "sim-0", "sim-1", "frontend-0"}
 
-    # The curl of the banner, run by a shell as a person would paste it.
+    # The request of the banner, as a shell reads it when a person pastes it.
     pasted = re.search(r"^  curl .*?(?=\n\n)", up.text, re.MULTILINE | re.DOTALL)
     assert pasted is not None
-    done = subprocess.run(
-        ["sh", "-c", pasted[0]], capture_output=True, text=True, timeout=60, check=True
-    )
+    echo = "curl() { printf '%s\\n' \"$@\"; }\n"
+    words = subprocess.run(
+        ["sh", "-c", echo + pasted[0]], capture_output=True, text=True, timeout=10, check=True
+    ).stdout.splitlines()
+    flag, url, _, header, _, body = words
+    assert (flag, header) == ("-N", "content-type: application/json")
+    said = httpx.post(
+        url, content=body, headers={"content-type": "application/json"}, timeout=60
+    ).text
     events = [
-        line.removeprefix("data: ")
-        for line in done.stdout.splitlines()
-        if line.startswith("data: ")
+        line.removeprefix("data: ") for line in said.splitlines() if line.startswith("data: ")
     ]
-    assert events[-1:] == ["[DONE]"], done.stdout + done.stderr
+    assert events[-1:] == ["[DONE]"], said
     pieces = [json.loads(event)["choices"] for event in events[:-1]]
     text = "".join(c[0]["delta"].get("content") or "" for c in pieces if c)
     assert len(text.split()) > 5
