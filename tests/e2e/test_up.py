@@ -276,6 +276,37 @@ def test_a_rollout_under_load_breaks_no_stream(
     assert up.stop() == 0
 
 
+def test_routers_join_and_leave_the_ring_while_a_stream_runs(start: Callable[..., Up]) -> None:
+    ring = "  router: {replicas: 1}\n  routerPolicyRef: live"
+    up = start("--watch", manifest=MANIFEST.replace("  routerPolicyRef: live", ring))
+    before = up.pids()
+    body = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "play on"}],
+        "max_tokens": 1500,
+        "stream": True,
+    }
+    with httpx.stream("POST", f"{up.url}/v1/chat/completions", json=body, timeout=60) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        up.edit("router: {replicas: 1}", "router: {replicas: 3}")
+        up.says("applied policy revision 2", times=3)
+        # Keys of all sorts, so that each router answers for some.
+        for number in range(12):
+            up.chat(f"turn {number}", max_tokens=2)
+        up.edit("router: {replicas: 3}", "router: {replicas: 1}")
+        up.says("router-1     drains")
+        up.chat("and now?", max_tokens=2)
+        events = [line for line in lines if line.startswith("data: ")]
+    assert events[-1] == "data: [DONE]"
+    assert json.loads(events[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
+    up.says("router-1     is gone")
+    up.says("router-2     is gone")
+    assert up.pids() == before
+    up.chat("once more", max_tokens=2)
+    assert up.stop() == 0
+
+
 def test_a_group_that_can_not_start_ends_up_with_its_reason(tmp_path: Path) -> None:
     (tmp_path / "rules.yaml").write_text("rules: [{when: '(', say: x}]\n")
     manifest = MANIFEST.replace("{type: Lorem}", "{type: Script, path: rules.yaml}")
