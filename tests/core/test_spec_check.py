@@ -160,6 +160,11 @@ def test_numbers_that_no_json_can_carry_are_refused(value: float) -> None:
     assert problem.path[-1] in {"prefillLinear", "kvBlocks"}
 
 
+def test_a_type_without_a_rule_is_noticed_rather_than_taken() -> None:
+    with pytest.raises(NotImplementedError, match="no check for"):
+        list(check(b"", inspect.type_info(bytes)))
+
+
 def test_the_nearest_word_ignores_case_underscores_and_units() -> None:
     known = ["resumeTimeout", "pauseThreshold", "tick"]
     assert nearest("resume_timeout_s", known) == "resumeTimeout"

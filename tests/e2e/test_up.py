@@ -151,18 +151,22 @@ def test_the_quickstart_serves_what_its_banner_says_and_ctrl_c_leaves_nothing(
     pids = up.pids()
     assert pids.keys() == {"router-0", "sim-0", "sim-1", "frontend-0"}
 
-    # The curl of the banner, run by a shell as a person would paste it.
+    # The request of the banner, as a shell reads it when a person pastes it.
     pasted = re.search(r"^  curl .*?(?=\n\n)", up.text, re.MULTILINE | re.DOTALL)
     assert pasted is not None
-    done = subprocess.run(
-        ["sh", "-c", pasted[0]], capture_output=True, text=True, timeout=60, check=True
-    )
+    echo = "curl() { printf '%s\\n' \"$@\"; }\n"
+    words = subprocess.run(
+        ["sh", "-c", echo + pasted[0]], capture_output=True, text=True, timeout=10, check=True
+    ).stdout.splitlines()
+    flag, url, _, header, _, body = words
+    assert (flag, header) == ("-N", "content-type: application/json")
+    said = httpx.post(
+        url, content=body, headers={"content-type": "application/json"}, timeout=60
+    ).text
     events = [
-        line.removeprefix("data: ")
-        for line in done.stdout.splitlines()
-        if line.startswith("data: ")
+        line.removeprefix("data: ") for line in said.splitlines() if line.startswith("data: ")
     ]
-    assert events[-1:] == ["[DONE]"], done.stdout + done.stderr
+    assert events[-1:] == ["[DONE]"], said
     pieces = [json.loads(event)["choices"] for event in events[:-1]]
     text = "".join(c[0]["delta"].get("content") or "" for c in pieces if c)
     assert len(text.split()) > 5
@@ -269,6 +273,37 @@ def test_a_rollout_under_load_breaks_no_stream(
     status = httpx.get(f"{up.url}/fermata/status").json()
     assert status["migrations"] == migrations
     assert status["turns"] == status["leases"] == 0
+    assert up.stop() == 0
+
+
+def test_routers_join_and_leave_the_ring_while_a_stream_runs(start: Callable[..., Up]) -> None:
+    ring = "  router: {replicas: 1}\n  routerPolicyRef: live"
+    up = start("--watch", manifest=MANIFEST.replace("  routerPolicyRef: live", ring))
+    before = up.pids()
+    body = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "play on"}],
+        "max_tokens": 1500,
+        "stream": True,
+    }
+    with httpx.stream("POST", f"{up.url}/v1/chat/completions", json=body, timeout=60) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        up.edit("router: {replicas: 1}", "router: {replicas: 3}")
+        up.says("applied policy revision 2", times=3)
+        # Keys of all sorts, so that each router answers for some.
+        for number in range(12):
+            up.chat(f"turn {number}", max_tokens=2)
+        up.edit("router: {replicas: 3}", "router: {replicas: 1}")
+        up.says("router-1     drains")
+        up.chat("and now?", max_tokens=2)
+        events = [line for line in lines if line.startswith("data: ")]
+    assert events[-1] == "data: [DONE]"
+    assert json.loads(events[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
+    up.says("router-1     is gone")
+    up.says("router-2     is gone")
+    assert up.pids() == before
+    up.chat("once more", max_tokens=2)
     assert up.stop() == 0
 
 

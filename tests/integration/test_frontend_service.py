@@ -17,8 +17,17 @@ import msgspec
 import pytest
 
 from fermata.core.clock import SystemClock
+from fermata.core.errors import NotFound
 from fermata.core.hashing import hash_seed, sequence_hashes
-from fermata.core.ids import LeaseId, OwnerId, RequestId, RouterId, WorkerId, make_lease_id
+from fermata.core.ids import (
+    LeaseId,
+    OwnerId,
+    RequestId,
+    RouterId,
+    RoutingKey,
+    WorkerId,
+    make_lease_id,
+)
 from fermata.core.lease_digest import LeaseDigest
 from fermata.core.model_folder import ModelFolder, default_model_folder
 from fermata.core.ring import Ring
@@ -26,7 +35,7 @@ from fermata.core.spec import AgentDeployment
 from fermata.frontend.config import FrontendConfig, HttpLimits
 from fermata.frontend.http.app import FrontendApp
 from fermata.frontend.http.chat import ChatWriter
-from fermata.frontend.http.exchange import KeepAlives
+from fermata.frontend.http.exchange import KeepAlives, Waker
 from fermata.frontend.http.server import HttpServer
 from fermata.frontend.http.turns import TurnEndpoint, TurnRoom
 from fermata.frontend.keys import ApiKeys
@@ -35,7 +44,7 @@ from fermata.frontend.prompt import PromptModel
 from fermata.frontend.request import ChatBody
 from fermata.frontend.router_questions import RouterQuestions
 from fermata.frontend.service import FrontendService
-from fermata.frontend.turn_model import TurnLimits
+from fermata.frontend.turn_model import Failed, TurnLimits, TurnSpec
 from fermata.trace import TraceWriter, segments
 from fermata.wire import messages as wire
 from fermata.wire.socket import Context, Listener, Packet, Peer, new_context
@@ -376,7 +385,7 @@ async def running(
         router.die()
     service = FrontendService(config, clock=SystemClock(), context=context)
     app = FrontendApp(config, service=service, model=model, trace=trace)
-    server = HttpServer(app, host="127.0.0.1", port=0)
+    server = HttpServer(app, host="127.0.0.1", port=0, head_wait_s=http.head_wait_s)
     url = f"http://127.0.0.1:{server.port}"
     tasks = [
         asyncio.ensure_future(one) for one in (service.run(), app.run(), server.serve_until_told())
@@ -576,9 +585,11 @@ async def test_completions_stream_whole_and_with_echo(model: PromptModel) -> Non
         chunks = events(echoed.text)
         assert "".join(c["choices"][0]["text"] for c in chunks) == "Once upon a time" + TEXT
         assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
-        assert (
-            await stack.client.post("/v1/completions", json={**body, "prompt": ids})
-        ).status_code == 200
+        stack.worker.features = ["last_input"]
+        by_ids = {**body, "prompt": ids, "echo": True}
+        answer = (await stack.client.post("/v1/completions", json=by_ids)).json()
+        assert answer["choices"][0]["text"] == "Once upon a time" + TEXT
+        assert stack.worker.generates[-1].script_inputs == ["Once upon a time"]
         assert stack.worker.frames[0] == stack.worker.frames[1] == stack.worker.frames[2]
         await stack.quiet()
 
@@ -806,6 +817,67 @@ async def test_an_engine_error_is_the_clients_error(model: PromptModel) -> None:
         await stack.quiet()
 
 
+async def test_an_engine_that_says_more_than_it_was_asked_for_is_stopped(
+    model: PromptModel,
+) -> None:
+    async with running(model, auto=False) as stack:
+        asked = asyncio.ensure_future(stack.chat(max_tokens=5, logprobs=True))
+        await until(lambda: stack.worker.running)
+        (lease, (peer, generate, _)), *_ = stack.worker.running.items()
+        assert generate.sampling.max_tokens == 5
+        rows = [[(token, 0.0), (2**40, 0.0)] for token in stack.worker.tokens[:9]]
+        entry = wire.OutputEntry(LeaseId(lease), 0, 0, 9, logprobs=rows)
+        frame = b"".join(token.to_bytes(4, "little") for token in stack.worker.tokens[:9])
+        stack.worker.listener.send(peer, wire.Output([entry]), frame)
+        choice = (await asked).json()["choices"][0]
+        assert choice["message"]["content"] == model.tokenizer.decode(stack.worker.tokens[:5])
+        assert choice["finish_reason"] == "length"
+        assert len(choice["logprobs"]["content"]) == 5
+        assert choice["logprobs"]["content"][0]["top_logprobs"][0]["token"] == ""
+        await until(lambda: stack.worker.aborted == [lease])
+        await stack.quiet()
+
+
+async def test_a_worker_at_no_address_is_passed_over(model: PromptModel) -> None:
+    async with running(model, workers=2) as stack:
+        stack.worker.endpoint = "tcp://nowhere"
+        assert (await stack.chat()).status_code == 200
+        await stack.quiet()
+        assert [end.reason for end in stack.router.ended().values()] == ["refused: failed", "stop"]
+        assert stack.workers[1].generates
+
+
+@pytest.mark.parametrize("is_read", [True, False])
+async def test_a_turn_that_no_message_can_hold_fails_at_once_and_blames_no_worker(
+    model: PromptModel, is_read: bool
+) -> None:
+    """The header is bounded, and so is what a scripted worker can be told of a history."""
+    async with running(model) as stack:
+        stack.worker.features = ["script_inputs"]
+        assert (await stack.chat()).status_code == 200
+        await stack.quiet()
+        if not is_read:  # its link is blocked: what waits there must have been looked at before
+            endpoint = stack.worker.endpoint
+            stack.worker.close()
+            await until(lambda: is_blocked(stack.service, endpoint))
+        spec = TurnSpec(
+            request=RequestId("long"), key=RoutingKey("k"), model="m", prompt=bytes(8), hashes=b"", block_size=BLOCK,
+            seed=0, sampling=wire.Sampling(max_tokens=3), inputs=lambda: ["x" * (5 << 20)],
+        )  # fmt: skip
+        turn = stack.service.submit(spec, reader=Waker(asyncio.get_running_loop(), due_at=0.0))
+        await until(lambda: turn.ended)
+        assert isinstance(turn.outcome, Failed)
+        assert turn.outcome.error.status == 400
+        assert "Generate" in turn.outcome.error.message
+        await stack.quiet()
+        assert stack.service.table.migrations == 0
+
+
+def is_blocked(service: FrontendService, endpoint: str) -> bool:
+    service.workers.abort(endpoint, LeaseId(1))
+    return service.workers.counters()["wire_again"] > 0
+
+
 async def test_a_full_worker_is_asked_again_after_a_moment(model: PromptModel) -> None:
     async with running(model) as stack:
         stack.worker.refuse = "full"
@@ -1025,6 +1097,39 @@ async def test_a_prompt_beyond_the_window_is_refused_with_its_numbers(model: Pro
         assert error["param"] == "messages"
 
 
+@pytest.mark.parametrize("ids", [False, True])
+async def test_a_prompt_beyond_the_window_pushes_nothing_out_of_the_cache(
+    model: PromptModel, ids: bool
+) -> None:
+    async with running(model) as stack:
+        await stack.chat()
+        before = model.path.cache_bytes, model.path.counters.prompts
+        said = {"prompt": [5] * 4096} if ids else {"messages": [*HELLO, *HELLO * 900]}
+        path = "/v1/completions" if ids else "/v1/chat/completions"
+        response = await stack.client.post(path, json=said)
+        assert response.json()["error"]["code"] == "context_length_exceeded"
+        assert (model.path.cache_bytes, model.path.counters.prompts) == before
+
+
+async def test_one_clients_huge_history_does_not_stop_the_others(model: PromptModel) -> None:
+    limits = HttpLimits(keep_alive_s=60.0)
+    async with running(model, http=limits) as stack:
+        gaps: list[float] = []
+        asked = asyncio.ensure_future(
+            stack.chat(messages=[{"role": "user", "content": ""}] * 100_000)
+        )
+        loop = asyncio.get_running_loop()
+        started = before = loop.time()
+        while not asked.done():
+            await asyncio.sleep(0.001)
+            now = loop.time()
+            gaps.append(now - before)
+            before = now
+        assert (await asked).json()["error"]["code"] == "context_length_exceeded"
+        # Rendering takes most of the time; in the loop it would be one gap.
+        assert max(gaps) < (before - started) / 3
+
+
 async def test_a_chunked_body_is_bounded_and_a_slow_one_is_not_waited_for(
     model: PromptModel,
 ) -> None:
@@ -1041,6 +1146,112 @@ async def test_a_chunked_body_is_bounded_and_a_slow_one_is_not_waited_for(
         await until(lambda: b"request_timeout" in slow.received)
         assert slow.received.startswith(b"HTTP/1.1 408")
         await slow.close()
+
+
+@pytest.mark.parametrize(
+    "request_head",
+    [
+        b"GET /live HTTP/1.1\r\nx-endless: ",
+        b"GET /live HTTP/1.1\r\n",
+        b"GET /",
+        b"POST /v1/chat/completions HTTP/1.1\r\ncontent-length: 2\r\n\r\n{}GET /live HTTP/1.1\r\nx: ",
+    ],
+    ids=["value", "fields", "url", "pipelined"],
+)
+async def test_a_head_without_end_is_refused_before_it_costs_anything(
+    model: PromptModel, request_head: bytes
+) -> None:
+    async with running(model) as stack:
+        client = await Client.connect(stack.server.port)
+        client.send(request_head)
+        piece = b"x-a: b\r\n" * 2048 if request_head.endswith(b"1.1\r\n") else b"a" * 16_384
+        for _ in range(64):
+            client.send(piece)
+            await asyncio.sleep(0.002)
+            if client.is_lost:
+                break
+        await until(lambda: client.is_lost)
+        _, _, said = client.received.rpartition(b"\r\n\r\n")
+        assert json.loads(said)["error"]["code"] == "request_header_fields_too_large"
+        assert client.received.count(b"HTTP/1.1 431") == 1
+        assert (await stack.client.get("/live")).status_code == 200
+
+
+async def test_who_sends_no_request_is_not_waited_for_and_who_is_answered_is(
+    model: PromptModel,
+) -> None:
+    limits = HttpLimits(head_wait_s=0.3, keep_alive_s=60.0)
+    async with running(model, http=limits, auto=False) as stack:
+        silent = await Client.connect(stack.server.port)
+        half = await Client.connect(stack.server.port)
+        half.send(b"POST /v1/chat/completions HTTP/1.1\r\nhost: ")
+        answered = await Client.connect(stack.server.port)
+        answered.post({"messages": HELLO, "stream": True})
+        answered.send(b"GET /live HTTP/1.1\r\n")  # the next one, not yet whole
+        await until(lambda: stack.worker.running)
+        await until(lambda: silent.is_lost and half.is_lost)
+        assert not answered.is_lost
+        stack.worker.say(len(stack.worker.tokens))
+        await until(lambda: b"[DONE]" in answered.received)
+        await until(lambda: answered.is_lost)  # now it is late as well
+        await stack.quiet()
+
+
+async def test_what_is_no_http_is_told_so_in_json(model: PromptModel) -> None:
+    async with running(model) as stack:
+        for nonsense in (
+            b"\x16\x03\x01\x02",
+            b"CONNECT x:443 HTTP/1.1\r\n\r\n",
+            b"GET / HTTP/9\r\n\r\n",
+        ):
+            client = await Client.connect(stack.server.port)
+            client.send(nonsense)
+            await until(lambda client=client: client.is_lost)
+            head, _, said = client.received.partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 400")
+            assert json.loads(said)["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/models", "/nowhere"])
+async def test_an_answer_to_head_has_no_body_for_the_next_answer_to_begin_with(
+    model: PromptModel, path: str
+) -> None:
+    async with running(model) as stack:
+        client = await Client.connect(stack.server.port)
+        client.send(f"HEAD {path} HTTP/1.1\r\nhost: x\r\n\r\n".encode())
+        await until(lambda: client.received.endswith(b"\r\n\r\n"))
+        assert client.received.split()[1] in (b"405", b"404")
+        client.send(b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n")
+        await until(lambda: client.received.endswith(b"}"))
+        answers = client.received.split(b"HTTP/1.1 ")
+        assert [answer[:3] for answer in answers[2:]] == [b"200"]
+        assert answers[1].endswith(b"\r\n\r\n")
+        await client.close()
+
+
+@pytest.mark.parametrize(
+    "offer",
+    [
+        b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABk\r\n",
+        b"connection: upgrade\r\nupgrade: websocket\r\n",
+    ],
+)
+async def test_an_offer_of_another_protocol_is_a_request_like_any_other(
+    model: PromptModel, offer: bytes
+) -> None:
+    async with running(model) as stack:
+        client = await Client.connect(stack.server.port)
+        body = json.dumps({"messages": HELLO}).encode()
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n%bcontent-length: %d\r\n\r\n"
+        for part in (head % (offer, len(body)), body[:20], body[20:]):
+            client.send(part)
+            await asyncio.sleep(0.01)
+        await until(lambda: client.received.endswith(b"}"))
+        said = json.loads(client.received.partition(b"\r\n\r\n")[2])
+        assert said["choices"][0]["message"]["content"] == TEXT
+        client.post({"messages": HELLO})  # and the connection goes on
+        await until(lambda: client.received.count(b"HTTP/1.1 200") == 2)
+        await client.close()
 
 
 async def test_only_known_keys_are_served_and_tenants_share_nothing(model: PromptModel) -> None:
@@ -1096,6 +1307,9 @@ async def test_text_goes_to_tokens_and_back(model: PromptModel) -> None:
         assert back.json() == {"prompt": TEXT}
         chat = (await stack.client.post("/tokenize", json={"messages": HELLO})).json()
         assert chat["tokens"] == model.tokenizer.encode(model.render(HELLO)).tolist()
+        strings = {"prompt": "Hello!", "return_token_strs": True}
+        said = (await stack.client.post("/tokenize", json=strings)).json()
+        assert "".join(said["token_strs"]) == "Hello!"
 
 
 async def test_counters_say_what_happened(model: PromptModel) -> None:
@@ -1137,6 +1351,34 @@ async def test_client_sockets_have_no_delay(model: PromptModel) -> None:
             accepted = connection.transport.get_extra_info("socket")
             assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
         await client.close()
+
+
+async def test_requests_on_one_connection_are_answered_in_their_order(model: PromptModel) -> None:
+    async with running(model) as stack:
+        client = await Client.connect(stack.server.port)
+        client.post({"messages": HELLO, "max_tokens": 1})
+        client.post({"messages": HELLO, "max_tokens": 2, "stream": True})
+        client.post({"messages": HELLO, "max_tokens": 3})
+        await until(
+            lambda: client.received.count(b"HTTP/1.1 200") == 3 and client.received.endswith(b"}}}")
+        )
+        first, _, rest = client.received.partition(b"data: ")
+        assert b'"completion_tokens":1' in first
+        assert b"[DONE]" in rest
+        assert b'"completion_tokens":3' in rest.partition(b"[DONE]")[2]
+        await client.close()
+
+
+async def test_a_connection_is_closed_when_the_client_wants_it(model: PromptModel) -> None:
+    async with running(model) as stack:
+        for version, header in (("1.1", "connection: close\r\n"), ("1.0", "")):
+            client = await Client.connect(stack.server.port)
+            body = json.dumps({"messages": HELLO}).encode()
+            head = f"POST /v1/chat/completions HTTP/{version}\r\nhost: x\r\n{header}content-length: {len(body)}\r\n\r\n"
+            client.send(head.encode() + body)
+            await until(lambda client=client: client.is_lost)
+            assert b"connection: close" in client.received
+            assert json.loads(client.received.partition(b"\r\n\r\n")[2])["choices"]
 
 
 async def test_a_slow_client_holds_up_nobody_and_fills_no_memory(model: PromptModel) -> None:
@@ -1297,6 +1539,45 @@ async def test_a_fault_of_ours_is_one_clients_error_and_is_counted(
         assert metrics.internal_errors == 1
         assert metrics.responses["chat", 500] == 1
         assert "ZeroDivisionError" in caplog.text
+
+
+class _Choking(ChatWriter):
+    def deltas(self, deltas: Any, logprobs: Any) -> bytes:
+        raise (ZeroDivisionError if self.choke_on is None else self.choke_on)
+
+    choke_on: Exception | None = None
+
+
+@pytest.mark.parametrize("error", [None, NotFound("what?")])
+async def test_a_fault_in_the_middle_of_an_answer_ends_it_in_the_dialects_words(
+    model: PromptModel, error: Exception | None
+) -> None:
+    async with running(model, auto=False) as stack:
+        endpoint = stack.app._turns["/v1/chat/completions"]
+        assert isinstance(endpoint, TurnEndpoint)
+        endpoint._writer = type("Broken", (_Choking,), {"choke_on": error})
+        async with stack.stream() as reader:
+            await until(lambda: stack.worker.running)
+            await until(lambda: "role" in reader.text)  # kept alive: the first byte is out
+            stack.worker.say(3)
+            chunks = await reader.end()
+        assert chunks[-1]["error"]["code"] == ("turn_failed" if error is None else "not_found")
+        await until(lambda: stack.worker.aborted)
+        await stack.quiet()
+        assert stack.app.metrics.responses["chat", 500 if error is None else 404] == 1
+
+
+async def test_a_fault_of_ours_off_the_turn_path_is_json_too(model: PromptModel) -> None:
+    async with running(model) as stack:
+        transport = httpx.ASGITransport(stack.app, raise_app_exceptions=False)
+        routers, stack.service.routers = stack.service.routers, None  # type: ignore[assignment]
+        try:
+            async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+                response = await client.get("/health")
+        finally:
+            stack.service.routers = routers
+        assert response.status_code == 500
+        assert response.json()["error"]["message"] == "internal error"
 
 
 async def test_a_moved_key_is_asked_where_the_new_ring_says(model: PromptModel) -> None:

@@ -95,6 +95,7 @@ class World:
             "max_sequences": 8,
             "max_batched_tokens": 8192,
             "context_length": 131_072,
+            "features": ["kv_events"],
         }
         hello = wire.Hello("worker", name, incarnation, wire.WorkerInfo(**(settings | info)))
         answers = self.say(peer, hello)

@@ -46,6 +46,7 @@ __all__ = [
     "Context",
     "Link",
     "Listener",
+    "NoEndpoint",
     "Packet",
     "Peer",
     "Unsendable",
@@ -81,6 +82,10 @@ class WireCounters:
 
     def numbers(self) -> dict[str, float]:
         return {f"wire_{f.name}": float(getattr(self, f.name)) for f in fields(self)}
+
+
+class NoEndpoint(Exception):
+    """Not an address that a Link can connect to, whoever named it."""
 
 
 class Context(zmq.Context[zmq.Socket[bytes]]):
@@ -470,7 +475,7 @@ class Listener(_Endpoint):
 
 class Link(_Endpoint):
     """A DEALER to one Listener. Reconnects by itself; while it is not connected it counts as
-    blocked once it tried to send."""
+    blocked once it tried to send. Raises NoEndpoint."""
 
     def __init__(
         self,
@@ -495,7 +500,11 @@ class Link(_Endpoint):
         # price: what arrived and was not read yet is dropped when the peer hangs up, so a Listener
         # that has said its last word stays open a moment.
         self._socket.setsockopt(zmq.IMMEDIATE, 1)
-        self._socket.connect(endpoint)
+        try:
+            self._socket.connect(endpoint)
+        except zmq.ZMQError as error:
+            self._socket.close(linger=0)
+            raise NoEndpoint(f"{endpoint!r}: {error}") from error
         self._start()
 
     def send(self, message: Message, frame: Buffer = b"") -> bool:

@@ -84,7 +84,13 @@ async def _serve(config: FrontendConfig, model: PromptModel, keys: Keyring | Non
     trace = _trace(config)
     service = FrontendService(config, clock=clock, context=context)
     app = FrontendApp(config, service=service, model=model, trace=trace)
-    server = HttpServer(app, host=config.host, port=config.port, reuse_port=config.reuse_port)
+    server = HttpServer(
+        app,
+        host=config.host,
+        port=config.port,
+        reuse_port=config.reuse_port,
+        head_wait_s=config.http.head_wait_s,
+    )
     # What was loaded lives as long as the process: a collector that walks it each time costs every stream.
     gc.collect()
     gc.freeze()

@@ -19,10 +19,14 @@ class HttpLimits:
     patience_s: float = 20.0
     """A response that is not streamed begins after so long, with white space."""
     body_bytes: int = 32 << 20
+    head_wait_s: float = 30.0
+    """Longest wait for the rest of a request's head, and for a new connection's first request."""
     body_wait_s: float = 30.0
     """Longest wait for more of a request's body."""
     thread_chars: int = 32_768
     """Prompts with more new text than this are tokenised in a thread, so that other streams go on."""
+    thread_parts: int = 1024
+    """Likewise those with more messages, parts and tools to render: a template takes 15 us for each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,17 +1,18 @@
 """From a decoded body to a turn: model, identity, hints, prompt, limits. What is wrong is said here, as a TurnError.
 
-All of it is cheap but tokenising a long text that is new. That goes to a thread, so other clients' streams go on
-meanwhile; the cache lookup before it and the insertion after it stay in the loop, which alone touches the cache.
+All of it is cheap but rendering very many messages and tokenising a long text that is new. Those go to a thread, so
+other clients' streams and our own heartbeats go on meanwhile; the cache lookup before it and the insertion after it
+stay in the loop, which alone touches the cache.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sized
 from concurrent.futures import Executor
 from functools import partial
 from random import getrandbits
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeVar, cast
 
 import msgspec
 
@@ -33,9 +34,15 @@ from fermata.frontend.keys import Caller
 from fermata.frontend.lineage import Lineages
 from fermata.frontend.prompt import Prompt, PromptModel
 from fermata.frontend.request import ChatBody, CompletionBody, message_inputs
-from fermata.frontend.sampling import check_supported, is_resumable, sampling_of
+from fermata.frontend.sampling import (
+    check_fits,
+    check_supported,
+    is_resumable,
+    sampling_of,
+)
 from fermata.frontend.turn_model import TurnSpec
 
+_Made = TypeVar("_Made")
 InputTrigger = Literal["user_message", "tool_result", "other"]
 _TRIGGERS: dict[str, InputTrigger] = {
     "user": "user_message",
@@ -102,14 +109,17 @@ class Intake:
             return self._farewell(body, asker)
         if not body.messages:
             raise InvalidTurn("messages is missing or empty", param="messages")
-        text = self._model.render(
+        render = partial(
+            self._model.render,
             body.messages,
             tools=body.shown_tools,
             documents=body.documents,
             add_generation_prompt=body.add_generation_prompt is not False,
             variables=body.template_variables,
         )
-        return self._intent(body, await self._prepare(text, asker), asker)
+        many = _parts(body) > self._config.http.thread_parts
+        text = await self._in_thread(render) if many else render()
+        return self._intent(body, await self._prepare(text, body, asker), asker)
 
     async def completion(
         self, body: CompletionBody, caller: Caller, headers: Mapping[str, str]
@@ -119,9 +129,10 @@ class Intake:
             return self._farewell(body, asker)
         asked = body.single_prompt()
         if isinstance(asked, str):
-            prompt = await self._prepare(asked, asker, add_special_tokens=True)
+            prompt = await self._prepare(asked, body, asker, add_special_tokens=True)
         else:
             path = self._model.path
+            check_fits(body, input_tokens=len(asked), context_length=self.context_length)
             prompt = path.prepare_ids(asked, seed=asker.seed, lineage=asker.identity.session)
         return self._intent(body, prompt, asker)
 
@@ -150,7 +161,12 @@ class Intake:
         )
 
     async def _prepare(
-        self, text: str, asker: _Asker, *, add_special_tokens: bool = False
+        self,
+        text: str,
+        body: ChatBody | CompletionBody,
+        asker: _Asker,
+        *,
+        add_special_tokens: bool = False,
     ) -> Prompt:
         path = self._model.path
         pending = path.begin(
@@ -160,10 +176,16 @@ class Intake:
             add_special_tokens=add_special_tokens,
         )
         if pending.new_chars > self._config.http.thread_chars:
-            await asyncio.get_running_loop().run_in_executor(self._threads, pending.encode)
+            await self._in_thread(pending.encode)
         else:
             pending.encode()
+        # Before it is hashed and remembered: what can not be served must not push out what can.
+        tokens = pending.input_tokens
+        check_fits(body, input_tokens=tokens, context_length=self.context_length)
         return path.finish(pending)
+
+    async def _in_thread(self, work: Callable[[], _Made]) -> _Made:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     def _intent(self, body: ChatBody | CompletionBody, prompt: Prompt, asker: _Asker) -> Intent:
         headers, identity = asker.headers, asker.identity
@@ -195,7 +217,7 @@ class Intake:
             policy_class=capped(headers.get("x-dynamo-meta-policy-class", "")),
             client_timeout_s=_seconds(headers.get("x-stainless-timeout", "")),
             tool_call_tokens=self._model.tool_call_tokens,
-            inputs=partial(message_inputs, _history(body, prompt)),
+            inputs=partial(_inputs, self._model, body, prompt),
         )
         client_request = capped(headers.get("x-request-id", ""))
         return Intent(spec, identity, prompt, _trigger(body), client_request)
@@ -217,11 +239,23 @@ class Intake:
         return unknown(request) if lineage is None else inferred(lineage)
 
 
-def _history(body: ChatBody | CompletionBody, prompt: Prompt) -> list[Any]:
-    """As a simulated responder reads it; a completion's prompt is its one message."""
+def _parts(body: ChatBody) -> int:
+    """What a template walks, near enough."""
+    count = len(body.messages) + len(body.tools or ()) + len(body.documents or ())
+    for message in body.messages:
+        if type(message) is dict:
+            said = cast("dict[str, Any]", message)
+            for inner in (said.get("content"), said.get("tool_calls")):
+                if isinstance(inner, list):
+                    count += len(cast("Sized", inner))
+    return count
+
+
+def _inputs(model: PromptModel, body: ChatBody | CompletionBody, prompt: Prompt) -> list[str]:
+    """As a simulated responder reads the history; a completion's prompt is its one message."""
     if isinstance(body, ChatBody):
-        return body.messages
-    return [{"role": "user", "content": prompt.text}]
+        return message_inputs(body.messages)
+    return [model.text_of(prompt)]
 
 
 def _trigger(body: ChatBody | CompletionBody) -> InputTrigger:

@@ -39,12 +39,7 @@ def sampling_of(
     eos_token_ids: tuple[int, ...],
 ) -> Sampling:
     """ContextTooLong where the prompt leaves no room, InvalidTurn for a value that can not be meant."""
-    if input_tokens >= context_length:
-        raise ContextTooLong(
-            f"This model's maximum context length is {context_length} tokens. "
-            f"However, your prompt has {input_tokens} tokens. Please shorten it.",
-            param="messages" if isinstance(body, ChatBody) else "prompt",
-        )
+    check_fits(body, input_tokens=input_tokens, context_length=context_length)
     room = context_length - input_tokens
     wanted = _max_tokens(body)
     max_tokens = room if wanted is None else min(max(wanted, 1), room)
@@ -68,6 +63,16 @@ def sampling_of(
         structured=_structured(body),
         **said,
     )
+
+
+def check_fits(body: ChatBody | CompletionBody, *, input_tokens: int, context_length: int) -> None:
+    """A prompt must leave room for a token."""
+    if input_tokens >= context_length:
+        raise ContextTooLong(
+            f"This model's maximum context length is {context_length} tokens. "
+            f"However, your prompt has {input_tokens} tokens. Please shorten it.",
+            param="messages" if isinstance(body, ChatBody) else "prompt",
+        )
 
 
 def check_supported(body: ChatBody | CompletionBody) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from typing import assert_never
 
 from fermata.core.clock import Clock
+from fermata.core.errors import InvalidTurn
 from fermata.core.ids import LeaseId, OwnerId, RequestId, RouterId
 from fermata.frontend.config import FrontendConfig
 from fermata.frontend.generate import generate_of, route_of
@@ -33,7 +34,7 @@ from fermata.frontend.turn_model import (
 from fermata.frontend.turn_table import GiveBack, TableEffect, TurnTable
 from fermata.frontend.worker_links import WorkerLinks
 from fermata.wire import messages as wire
-from fermata.wire.socket import Context, Packet, Peer
+from fermata.wire.socket import Context, NoEndpoint, Packet, Peer, Unsendable
 
 log = logging.getLogger(__name__)
 
@@ -218,9 +219,13 @@ class FrontendService:
         if turn.attempt:
             self.routers.flush()  # how the attempt before ended comes first
         router = self.routers.router_for(turn.spec.key)
-        if router is not None:
-            route = route_of(turn, epoch=self.routers.ring.epoch, now=self.clock.now())
+        if router is None:
+            return
+        route = route_of(turn, epoch=self.routers.ring.epoch, now=self.clock.now())
+        try:
             router.link.send(route, turn.input_hashes())
+        except Unsendable as error:
+            self._act(self.table.fail(turn, InvalidTurn(str(error)), self.clock.now()))
 
     def _withdraw(self, turn: Turn) -> None:
         router = self.routers.router_for(turn.spec.key)
@@ -235,7 +240,14 @@ class FrontendService:
         assert grant is not None
         generate = generate_of(turn, grant, owner=self.id, incarnation=self.incarnation)
         self._endpoints[grant.lease] = grant.endpoint
-        self.workers.dispatch(grant.endpoint, generate, turn.input_frame())
+        now = self.clock.now()
+        try:
+            self.workers.dispatch(grant.endpoint, generate, turn.input_frame())
+        except Unsendable as error:
+            self._act(self.table.fail(turn, InvalidTurn(str(error)), now))
+        except NoEndpoint as error:
+            refused = wire.Refused(grant.lease, turn.attempt, "failed", str(error))
+            self._act(self.table.refused(refused, now))
 
     def _release(self, progress: wire.LeaseProgress) -> None:
         endpoint = self._endpoints.pop(progress.lease, None)

@@ -246,6 +246,8 @@ class Turn:
             if not self.prefilled:
                 self.prefilled = True
                 effects.append(self._told("prefilled"))
+            if len(self.tokens) > self.spec.sampling.max_tokens:
+                return [*effects, *self._cut(now)]
         elif not entry.finish:
             return effects
         if entry.finish:
@@ -312,6 +314,14 @@ class Turn:
         if not self.times.first_token:
             self.times.first_token = now
         self.times.last_token = now
+
+    def _cut(self, now: float) -> Effects:
+        """An engine that says more than it was asked for might never end."""
+        most = self.spec.sampling.max_tokens
+        del self.tokens[most:], self.logprobs[most:]
+        abort = self._abort()
+        end = self._close_lease("finished", reason="length", usage=self.usage)
+        return [end, abort, *self._end(Finished("length"), now)]
 
     def _finish(self, entry: OutputEntry, now: float) -> Effects:
         match entry.finish:

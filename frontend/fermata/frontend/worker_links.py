@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from fermata.core.ids import LeaseId
 from fermata.wire import messages as wire
+from fermata.wire.codec import encode
 from fermata.wire.socket import Context, Link, Packet, Peer
 
 IDLE_S = 60.0
@@ -48,12 +49,16 @@ class WorkerLinks:
         return len(self._workers)
 
     def dispatch(self, endpoint: str, generate: wire.Generate, frame: bytes) -> None:
+        """Raises Unsendable for what this worker would refuse, NoEndpoint where there can be no worker."""
         worker = self._workers.get(endpoint)
         if worker is None or worker.is_lost:
             worker = self._open(endpoint)
         worker.leases.add(generate.lease)
-        if worker.link.blocked or not worker.link.send(generate, frame):
-            worker.waiting[generate.lease] = (generate, frame)
+        if worker.link.blocked:
+            encode(generate, frame)  # what can not be sent is to be known now
+        elif worker.link.send(generate, frame):
+            return
+        worker.waiting[generate.lease] = (generate, frame)
 
     def abort(self, endpoint: str, lease: LeaseId) -> None:
         worker = self._workers.get(endpoint)

@@ -32,6 +32,15 @@ class Node:
         self.counts: dict[int, int] = {}
         self.held = 0
 
+    def path(self) -> list[Node]:
+        """From here up, the root left out."""
+        found: list[Node] = []
+        node = self
+        while node.parent is not None:
+            found.append(node)
+            node = node.parent
+        return found
+
     @property
     def handle(self) -> int:
         return _fattest(self.start, self.end)
@@ -55,13 +64,9 @@ class ChainTrie:
     def match(self, chain: Hashes) -> dict[int, int]:
         """Per holder, how far `chain` runs along one of its chains; 0 is left out."""
         node, depth = self._locate(chain)
-        path: list[Node] = []
-        while node.parent is not None:
-            path.append(node)
-            node = node.parent
         found: dict[int, int] = {}
-        for node in reversed(path):
-            found.update(dict.fromkeys(node.counts, min(node.end, depth)))
+        for above in reversed(node.path()):
+            found.update(dict.fromkeys(above.counts, min(above.end, depth)))
         return found
 
     def hold(self, chain: Hashes, holder: int) -> Node:

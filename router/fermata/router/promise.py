@@ -81,10 +81,9 @@ class Promises:
         self._trie.check_integrity()
         assert self.lingering == sum(map(len, self._lingering.values()))
         for slot, nodes in active.items():
-            blocks: set[int] = set()
-            for node in nodes:
-                blocks.update(node.chain[: node.end])
-            assert self.distinct_blocks(slot) == len(blocks), "distinct blocks of a slot"
+            paths = {id(above): above for node in nodes for above in node.path()}
+            blocks = sum(above.end - above.start for above in paths.values())
+            assert self.distinct_blocks(slot) == blocks, "distinct blocks of a slot"
         for lingering in self._lingering.values():
             ordered = list(lingering)
             heapify(ordered)

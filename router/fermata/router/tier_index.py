@@ -124,7 +124,7 @@ class TierIndex:
         added = self._add_run(holder, prev, run)
         holder.blocks += added
         if is_new_orphan:
-            if not parents and prev in self._links.child:
+            if prev in self._links.child and not self._mask(prev):
                 self._links.haunt(prev)
             holder.gaps[prev] = holder.gaps.get(prev, 0) + 1
             holder.orphans[run[0]] = prev

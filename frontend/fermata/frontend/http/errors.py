@@ -6,6 +6,7 @@ TurnError (fermata.core.errors)
   BodyTooLarge     413
   NotJson          415
   SlowBody         408  the rest of a request did not come
+  HeadTooLarge     431
 """
 
 from __future__ import annotations
@@ -40,6 +41,11 @@ class BodyTooLarge(TurnError):
 class NotJson(TurnError):
     status = 415
     code = "unsupported_media_type"
+
+
+class HeadTooLarge(TurnError):
+    status = 431
+    code = "request_header_fields_too_large"
 
 
 _TYPES = {401: "authentication_error", 529: "overloaded_error"}

@@ -92,7 +92,9 @@ class DirectReply:
     async def whole(self, status: int, headers: Headers, body: bytes) -> None:
         self.is_begun = self.is_ended = True
         head = self._status_and_headers(status, headers)
-        self._send(b"%bcontent-length: %d\r\n\r\n%b" % (head, len(body), body))
+        # What follows the head of an answer to HEAD would be taken for the next answer.
+        shown = b"" if self._cycle.scope["method"] == "HEAD" else body
+        self._send(b"%bcontent-length: %d\r\n\r\n%b" % (head, len(body), shown))
         self._complete()
 
     def _status_and_headers(self, status: int, headers: Headers) -> bytes:

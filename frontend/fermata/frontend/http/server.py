@@ -19,7 +19,15 @@ BACKLOG = 2048
 class HttpServer(uvicorn.Server):
     """`serve_until_told` runs until `stop`; then it takes no connection more and ends when the last answer has."""
 
-    def __init__(self, app: FrontendApp, *, host: str, port: int, reuse_port: bool = False) -> None:
+    def __init__(
+        self,
+        app: FrontendApp,
+        *,
+        host: str,
+        port: int,
+        reuse_port: bool = False,
+        head_wait_s: float = 30.0,
+    ) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
@@ -33,6 +41,7 @@ class HttpServer(uvicorn.Server):
                 proxy_headers=False,
             )
         )
+        self._head_wait_s = head_wait_s
         self.listening = asyncio.Event()
         self.socket = _listen(host, port, reuse_port=reuse_port)
 
@@ -49,6 +58,18 @@ class HttpServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self.listening.set()
+
+    async def on_tick(self, counter: int) -> bool:
+        if counter % 10 == 0:  # once a second
+            self._hang_up_on_the_late()
+        return await super().on_tick(counter)
+
+    def _hang_up_on_the_late(self) -> None:
+        before = asyncio.get_running_loop().time() - self._head_wait_s
+        connections: list[object] = list(self.server_state.connections)
+        for connection in connections:
+            if isinstance(connection, ClientConnection) and connection.is_late(before=before):
+                connection.transport.close()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import msgspec
 from fastapi import FastAPI, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.exceptions import HTTPException
 
-from fermata.core.errors import InvalidTurn, NotFound, TurnError
+from fermata.core.errors import InvalidTurn, NotFound, TurnError, TurnFailed
 from fermata.core.hashing import SEED
 from fermata.frontend.config import FrontendConfig
 from fermata.frontend.http.errors import (
@@ -34,6 +35,8 @@ from fermata.frontend.keys import ApiKeys
 from fermata.frontend.prompt import PromptModel
 from fermata.frontend.request import decode_body
 from fermata.frontend.service import FrontendService
+
+_Made = TypeVar("_Made")
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True):
@@ -77,6 +80,7 @@ def slow_app(room: SlowRoom) -> FastAPI:
     app.add_exception_handler(TurnError, _on_turn_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(ClientGone, _on_client_gone)
+    app.add_exception_handler(Exception, _on_fault)
     return app
 
 
@@ -112,18 +116,13 @@ def _add_tokens(app: FastAPI, room: SlowRoom) -> None:
             "count": len(tokens), "max_model_len": room.context_length, "tokens": tokens, "token_strs": None,
         }  # fmt: skip
         if body.return_token_strs:
-            said["token_strs"] = [
-                room.model.tokenizer.decode([token], skip_special_tokens=False) for token in tokens
-            ]
+            said["token_strs"] = await _in_thread(room, lambda: _strings(room, tokens))
         return _json(said)
 
     @app.post("/detokenize")
     async def detokenize(request: Request) -> Response:
         body = decode_body(await _body(request, room), detokenize_body)
-        if any(not 0 <= token < 1 << 32 for token in body.tokens):
-            raise InvalidTurn("tokens must be token ids", param="tokens")
-        text = room.model.tokenizer.decode(body.tokens, skip_special_tokens=False)
-        return _json({"prompt": text})
+        return _json({"prompt": await _in_thread(room, lambda: _text(room, body.tokens))})
 
     _ = tokenize, detokenize
 
@@ -212,23 +211,37 @@ def _card(room: SlowRoom, name: str) -> Mapping[str, Any]:
 async def _tokens(body: TokenizeBody, room: SlowRoom) -> list[int]:
     path = room.model.path
     if body.messages is not None:
-        text = room.model.render(
+        render = partial(
+            room.model.render,
             body.messages,
             tools=body.tools,
             add_generation_prompt=body.add_generation_prompt is not False,
             variables=body.chat_template_kwargs,
         )
+        text = await _in_thread(room, render)
         special = False
     elif body.prompt is not None:
         text, special = body.prompt, body.add_special_tokens is not False
     else:
         raise InvalidTurn("give prompt or messages", param="prompt")
     pending = path.begin(text, seed=SEED, add_special_tokens=special)
-    if pending.new_chars > room.config.http.thread_chars:
-        await asyncio.get_running_loop().run_in_executor(room.threads, pending.encode)
-    else:
-        pending.encode()
-    return array("I", path.finish(pending).tokens).tolist()
+    await _in_thread(room, pending.encode)
+    return array("I", pending.tokens()).tolist()
+
+
+def _strings(room: SlowRoom, tokens: list[int]) -> list[str]:
+    decode = room.model.tokenizer.decode
+    return [decode([token], skip_special_tokens=False) for token in tokens]
+
+
+def _text(room: SlowRoom, tokens: list[int]) -> str:
+    if any(not 0 <= token < 1 << 32 for token in tokens):
+        raise InvalidTurn("tokens must be token ids", param="tokens")
+    return room.model.tokenizer.decode(tokens, skip_special_tokens=False)
+
+
+async def _in_thread(room: SlowRoom, work: Callable[[], _Made]) -> _Made:
+    return await asyncio.get_running_loop().run_in_executor(room.threads, work)
 
 
 async def _body(request: Request, room: SlowRoom) -> bytes:
@@ -264,6 +277,11 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
         said = InvalidTurn(str(error.detail))
     headers = {"content-type": "application/json", **(error.headers or {})}
     return Response(error_body(said), status_code=error.status_code, headers=headers)
+
+
+async def _on_fault(_request: Request, _error: Exception) -> Response:
+    """A fault of ours; the server logs it."""
+    return Response(error_body(TurnFailed("internal error")), 500, media_type="application/json")
 
 
 async def _on_client_gone(_request: Request, _error: Exception) -> Response:

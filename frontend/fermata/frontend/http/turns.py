@@ -55,6 +55,7 @@ _STREAM: Headers = [
     (b"x-accel-buffering", b"no"),
 ]
 
+_INTERNAL = TurnFailed("internal error")
 BodyT = TypeVar("BodyT", ChatBody, CompletionBody)
 
 
@@ -103,21 +104,16 @@ class TurnEndpoint(Generic[BodyT]):
             status = 499
         except TurnError as error:
             status = error.status
-            await reply.whole(status, error_headers(error), error_body(error))
+            if not reply.is_begun:
+                await reply.whole(status, error_headers(error), error_body(error))
         except Exception:
             # Request boundary: a fault of ours is one client's 500, with a trace in the log.
             metrics.internal_errors += 1
             log.exception("request failed endpoint=%s", self._name)
             status = 500
-            await self._apologise(reply)
+            if not reply.is_begun:
+                await reply.whole(500, error_headers(_INTERNAL), error_body(_INTERNAL))
         metrics.responses[self._name, status] += 1
-
-    async def _apologise(self, reply: Reply) -> None:
-        error = TurnFailed("internal error")
-        if not reply.is_begun:
-            await reply.whole(500, error_headers(error), error_body(error))
-        elif not reply.is_ended:
-            await reply.end(b"")
 
     async def _serve(self, scope: Scope, receive: Receive, reply: Reply) -> int:
         room = self._room
@@ -141,6 +137,11 @@ class TurnEndpoint(Generic[BodyT]):
         unwatch = watch(connection, receive, answer.waker)
         try:
             await (answer.stream() if body.stream else answer.whole())
+        except ClientGone:
+            raise
+        except Exception as fault:
+            await answer.break_off(fault if isinstance(fault, TurnError) else _INTERNAL)
+            raise
         finally:
             unwatch()
             answer.close()
@@ -205,7 +206,8 @@ class TurnEndpoint(Generic[BodyT]):
 
     def _answer(self, body: BodyT, intent: Intent, reply: Reply, created: int) -> Answer:
         room, spec, streams = self._room, intent.spec, bool(body.stream)
-        echo = intent.prompt.text if isinstance(body, CompletionBody) and body.echo else ""
+        echoes = isinstance(body, CompletionBody) and body.echo
+        echo = room.model.text_of(intent.prompt) if echoes else ""
         writer = self._writer(
             WriterSpec(
                 request=spec.request,
@@ -235,6 +237,9 @@ class TurnEndpoint(Generic[BodyT]):
         return Answer(turn, room=room, output=output, writer=writer, reply=reply, waker=waker)
 
     def _token_text(self, token: int) -> str:
+        """An engine may name what is no token at all; that is no fault of the client's."""
+        if not 0 <= token < 1 << 32:
+            return ""
         return self._room.model.tokenizer.decode([token], skip_special_tokens=False)
 
 
@@ -280,6 +285,13 @@ class Answer:
         self._room.keep_alives.remove(self.waker)
         if not self.turn.ended:
             self._room.service.cancel(self.turn)
+
+    async def break_off(self, error: TurnError) -> None:
+        """In the middle of an answer an error can only be its end, said in the dialect's words."""
+        reply = self._reply
+        if reply.is_begun and not reply.is_ended:
+            streams = self.turn.spec.streaming
+            await reply.end(self._writer.failure(error) if streams else error_body(error))
 
     async def stream(self) -> None:
         turn, reply, waker = self.turn, self._reply, self.waker

@@ -9,7 +9,7 @@ from typing import Any
 from fermata.core.errors import InvalidTurn
 from fermata.core.model_folder import ModelFolder
 from fermata.frontend.prompt.detokenizer import Detokenizer, Vocabulary
-from fermata.frontend.prompt.path import PromptPath
+from fermata.frontend.prompt.path import Prompt, PromptPath
 from fermata.frontend.prompt.template import ChatTemplate
 from fermata.frontend.prompt.tokenizer import Tokenizer, TokenizerChoice, load_tokenizer
 from fermata.frontend.prompt.tool_markup import tool_call_tokens
@@ -75,6 +75,13 @@ class PromptModel:
             add_generation_prompt=add_generation_prompt,
             variables=variables,
         )
+
+    def text_of(self, prompt: Prompt) -> str:
+        """Of a prompt that came as ids too; few ask for that, so it is made when they do."""
+        if prompt.text or not prompt.tokens:
+            return prompt.text
+        ids = memoryview(prompt.tokens).cast("I").tolist()
+        return self.tokenizer.decode(ids, skip_special_tokens=False)
 
     def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
         return self.vocabulary.detokenizer(skip_special_tokens=skip_special_tokens)

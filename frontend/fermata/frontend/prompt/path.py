@@ -67,9 +67,10 @@ class PendingPrompt:
     """Of the tree, when `known` was found."""
     frames: list[memoryview]
     hashes: array[int]
-    cuts: list[int]
-    """Safe boundaries after the known beginning."""
+    boundaries: SafeBoundaries
     encoder: BoundaryEncoder
+    cuts: list[int] = field(default_factory=list[int])
+    """Safe boundaries after the known beginning."""
     new_frame: bytes = b""
     starts: array[int] = field(default_factory=lambda: array("Q"))
 
@@ -78,7 +79,17 @@ class PendingPrompt:
         """Characters to tokenise: tells a shell whether a thread is worth it."""
         return len(self.text) - self.known.chars
 
+    @property
+    def input_tokens(self) -> int:
+        """Once it is encoded."""
+        return self.known.tokens + len(self.new_frame) // TOKEN_BYTES
+
+    def tokens(self) -> bytes:
+        """The u32 frame of the whole prompt, once it is encoded."""
+        return b"".join([*self.frames, self.new_frame])
+
     def encode(self) -> None:
+        self.cuts = self.boundaries.starts(self.text, self.known.chars + 1)
         self.new_frame, self.starts = self.encoder.encode(self.text, self.known.chars, self.cuts)
 
 
@@ -133,13 +144,13 @@ class PromptPath:
             version=self._tree.version,
             frames=known.frames(),
             hashes=known.hashes(seed, self._block_size),
-            cuts=self.boundaries.starts(text, known.chars + 1),
+            boundaries=self.boundaries,
             encoder=self._encoder,
         )
 
     def finish(self, pending: PendingPrompt) -> Prompt:
         """Last step of `prepare`, in the loop's thread again."""
-        tokens = b"".join([*pending.frames, pending.new_frame])
+        tokens = pending.tokens()
         hashes = pending.hashes
         new_hashes = self._continue_hashes(tokens, hashes, pending.seed)
         hashes.extend(new_hashes)

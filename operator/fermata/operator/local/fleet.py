@@ -36,6 +36,8 @@ from fermata.wire.messages import Role
 from fermata.wire.socket import Peer, new_context
 
 RESEND_S = 0.5
+DRAIN_LOOK_S = 0.1
+BYE_S = 1.0
 PROBE_BUSY_S = 0.1
 PROBE_IDLE_S = 1.0
 STOP_FRONTENDS_S = 5.0
@@ -299,10 +301,15 @@ class Fleet:
     async def _end(self, child: Child, *, drains: bool) -> None:
         name = child.spec.id
         if drains and self._asked_to_drain(name, self._drain_s):
-            # A drained process says Bye and exits by itself; the second is for that.
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._drain_s + 1.0):
-                    await child.gone.wait()
+                    while not (child.gone.is_set() or self._is_drained(child)):
+                        await asyncio.sleep(DRAIN_LOOK_S)
+            # A drained worker says Bye and exits by itself.
+            if child.spec.kind == "worker":
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(BYE_S):
+                        await child.gone.wait()
             await self._supervisor.stop(name, grace_s=STOP_WORKERS_S)
         else:
             # SIGTERM is a request to drain as well, and a frontend knows no other.
@@ -313,6 +320,17 @@ class Fleet:
         """False when it does not read: then a signal has to do."""
         link = self._observer.links.get(name)
         return link is not None and link.status is not None and link.drain(drain_s)
+
+    def _is_drained(self, child: Child) -> bool:
+        link = self._observer.links.get(child.spec.id)
+        said = link.drain_status if link else None
+        if said is None or said.state != "drained":
+            return False
+        if child.spec.kind == "worker":
+            return True
+        # A router takes nothing new once it owns no key, but its leases end when their turns do.
+        status = self._observer.status(child.spec.id, since=child.started_at)
+        return status is None or not status.numbers.get("leases", 0)
 
     async def _probe_frontends(self) -> None:
         while True:
