@@ -281,6 +281,7 @@ class TestOverload:
         assert self.refused(world, "at", hints=wire.Hints(priority=5))
         assert not self.refused(world, "above", hints=wire.Hints(priority=6))
         assert not self.refused(world, "waited", waited_s=3.0)
+        assert self.refused(world, "on its way", waited_s=0.02)
         assert not self.refused(world, "migrated", attempt=1)
         assert self.refused(world, "last")
 
@@ -322,7 +323,7 @@ class TestOverload:
             def get(self, session: object) -> None:
                 return None
 
-        overload = Overload(Nobody())
+        overload = Overload(Nobody(), waited_s=1.0)
         (policy_class,) = PolicyClasses(QueueSpec())
         use = ClassUse(turns=100)
         assert overload.retry_after_s(policy_class, use, 0.0, most=3.0) == 3.0
