@@ -37,6 +37,8 @@ from fermata.wire.socket import Peer, new_context
 RESEND_S = 0.5
 PROBE_BUSY_S = 0.1
 PROBE_IDLE_S = 1.0
+ROUTER_DRAIN_S = 120.0
+"""What a router that left the ring gets until the turns it granted have ended: nobody else watches over these."""
 STOP_FRONTENDS_S = 5.0
 STOP_WORKERS_S = 3.0
 STOP_ROUTERS_S = 1.0
@@ -292,10 +294,11 @@ class Fleet:
 
     async def _end(self, child: Child, *, drains: bool) -> None:
         name = child.spec.id
-        if drains and self._asked_to_drain(name, self._drain_s):
+        drain_s = ROUTER_DRAIN_S if child.spec.kind == "router" else self._drain_s
+        if drains and self._asked_to_drain(name, drain_s):
             # A drained process says Bye and exits by itself; the second is for that.
             with suppress(TimeoutError):
-                async with asyncio.timeout(self._drain_s + 1.0):
+                async with asyncio.timeout(drain_s + 1.0):
                     await child.gone.wait()
             await self._supervisor.stop(name, grace_s=STOP_WORKERS_S)
         else:
