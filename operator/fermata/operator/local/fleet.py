@@ -39,6 +39,7 @@ PROBE_BUSY_S = 0.1
 PROBE_IDLE_S = 1.0
 ROUTER_DRAIN_S = 120.0
 """What a router that left the ring gets until the turns it granted have ended: nobody else watches over these."""
+DRAIN_LOOK_S = 0.1
 STOP_FRONTENDS_S = 5.0
 STOP_WORKERS_S = 3.0
 STOP_ROUTERS_S = 1.0
@@ -299,12 +300,23 @@ class Fleet:
             # A drained process says Bye and exits by itself; the second is for that.
             with suppress(TimeoutError):
                 async with asyncio.timeout(drain_s + 1.0):
-                    await child.gone.wait()
+                    await self._drained(child)
             await self._supervisor.stop(name, grace_s=STOP_WORKERS_S)
         else:
             # SIGTERM is a request to drain as well, and a frontend knows no other.
             await self._supervisor.stop(name, grace_s=self._drain_s)
         self._say(name, "is gone")
+
+    async def _drained(self, child: Child) -> None:
+        """It is gone, or, a router, it said that it may be ended."""
+        link = self._observer.links.get(child.spec.id)
+        while not child.gone.is_set():
+            status = link.drain_status if link is not None else None
+            if child.spec.kind == "router" and status is not None and status.state == "drained":
+                return
+            with suppress(TimeoutError):
+                async with asyncio.timeout(DRAIN_LOOK_S):
+                    await child.gone.wait()
 
     def _asked_to_drain(self, name: str, drain_s: float) -> bool:
         """False when it does not read: then a signal has to do."""
