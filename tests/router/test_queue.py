@@ -125,6 +125,15 @@ class TestOrder:
         world.sent.clear()
         assert drain(world) == ["a", "h1", "b", "h2"]
 
+    def test_room_that_a_turn_makes_by_coming_again_is_first_for_those_who_wait(self, make_world):
+        world = one_slot(make_world)
+        world.route(world.client, "waits", input_tokens=170)
+        world.sent.clear()
+        again = wire.Route("fill", 1, "k", 0, "m", 170, 100)  # type: ignore[arg-type]
+        world.say(world.client, again)
+        assert granted(world, world.client) == ["waits"]
+        assert [hold.request for hold in world.take(wire.Hold, world.client)] == ["fill"]
+
 
 class TestClasses:
     classes = (
