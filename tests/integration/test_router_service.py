@@ -104,6 +104,7 @@ class FakeWorker(Node):
             max_sequences=8,
             max_batched_tokens=8192,
             context_length=100_000,
+            features=["kv_events"],
         )
         self.say(wire.Hello("worker", name, incarnation, info))
 

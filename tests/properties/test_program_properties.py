@@ -38,7 +38,7 @@ from fermata.wire import messages as wire
 from fermata.wire.roles import Peer
 
 BLOCK = 64
-CAPACITY_BLOCKS = 32
+CAPACITY_BLOCKS = 28
 RESUME_TIMEOUT_S = 60.0
 IDLE_TIMEOUT_S = 300.0
 WIDTH_S = 0.1
@@ -135,7 +135,7 @@ class Programs(RuleBasedStateMachine):
         known = self.sessions.setdefault(name, Session(name))
         if known.turns:
             return
-        if len(known.chain) > 30:  # compaction, as agents do
+        if len(known.chain) > 18:  # compaction, as agents do
             known.chain = SYSTEM_PROMPT
         known.chain = (*known.chain, *self.fresh(grow))
         self.route(known, known.chain, final=final == 0)
@@ -161,10 +161,15 @@ class Programs(RuleBasedStateMachine):
         assert program is None or program.is_reasoning
         SEEN["released"] += 1
 
-    @rule(data=st.data())
+    @rule(many=st.booleans(), data=st.data())
     @precondition(lambda self: any(t.lease is not None for t in self.turns.values()))
-    def go_on(self, data: st.DataObject) -> None:
-        turn = self.pick(data, lambda t: t.lease is not None)
+    def go_on(self, many: bool, data: st.DataObject) -> None:
+        chosen = self.pick(data, lambda t: t.lease is not None)
+        for turn in [t for t in self.turns.values() if t.lease is not None]:
+            if many or turn is chosen:
+                self.advance(turn)
+
+    def advance(self, turn: Turn) -> None:
         stage = {"granted": "accepted", "accepted": "prefilled"}.get(turn.stage, "tokens")
         self.progress(turn, stage, output_tokens=30 if stage == "tokens" else 0)
         if stage != "tokens":
@@ -494,8 +499,8 @@ def test_programs_survive_whatever_clients_workers_and_time_do() -> None:
     run_state_machine_as_test(
         Programs,
         settings=settings(
-            max_examples=120,
-            stateful_step_count=60,
+            max_examples=150,
+            stateful_step_count=80,
             deadline=None,
             derandomize=True,
             suppress_health_check=list(HealthCheck),

@@ -258,6 +258,7 @@ class Worker:
             max_sequences=8,
             max_batched_tokens=8,
             context_length=10_000,
+            features=["kv_events"],
         )
         self.say(wire.Hello("worker", self.name, self.incarnation, info))
 

@@ -323,13 +323,27 @@ def test_programs_move_with_their_keys_and_those_with_turns_when_these_have_ende
     world.progress(frontend, grant.lease, "accepted")
     world.set_policy(RouterPolicySpec(), revision=2, ring=TWO)
     ((_, (message,)),) = handovers(world).items()
-    told = {r.session: r for r in message.programs if r.context_tokens}
-    assert told.keys() == {idle, busy}
-    assert (told[busy].reasoning, told[idle].reasoning) == (True, False)
+    assert [r.session for r in message.programs if r.context_tokens] == [idle]
     assert world.numbers["programs"] == 1
-    world.progress(frontend, grant.lease, "finished")
+    world.progress(frontend, grant.lease, "finished", usage=wire.Usage(160, 9))
+    ((_, (late,)),) = handovers(world).items()
+    (told,) = late.programs
+    assert (told.session, told.context_tokens, told.worker) == (busy, 169, "w0")
     assert world.numbers["programs"] == 0
     assert world.numbers["leases"] == 0
+
+
+def test_a_program_whose_last_turn_was_final_is_nobodys_any_more(ringed):
+    world = ringed
+    world.worker("w0")
+    frontend = world.frontend()
+    key = THERE[0]
+    grant = world.grant(frontend, "r", 1, key=key, session=SessionId(key), epoch=1, final=True)
+    world.set_policy(RouterPolicySpec(), revision=2, ring=TWO)
+    handovers(world)
+    world.progress(frontend, grant.lease, "finished")
+    assert handovers(world) == {}
+    assert world.numbers["programs"] == 0
 
 
 def test_a_paused_program_is_handed_over_as_that(make_world):

@@ -320,7 +320,7 @@ def test_no_turn_is_lost_doubled_or_refused_by_switches(make_world: Callable[...
     run_state_machine_as_test(
         SwitchMachine,
         settings=settings(
-            max_examples=120,
+            max_examples=80,
             stateful_step_count=50,
             derandomize=True,
             deadline=None,

@@ -125,6 +125,15 @@ class TestOrder:
         world.sent.clear()
         assert drain(world) == ["a", "h1", "b", "h2"]
 
+    def test_room_that_a_turn_makes_by_coming_again_is_first_for_those_who_wait(self, make_world):
+        world = one_slot(make_world)
+        world.route(world.client, "waits", input_tokens=170)
+        world.sent.clear()
+        again = wire.Route("fill", 1, "k", 0, "m", 170, 100)  # type: ignore[arg-type]
+        world.say(world.client, again)
+        assert granted(world, world.client) == ["waits"]
+        assert [hold.request for hold in world.take(wire.Hold, world.client)] == ["fill"]
+
 
 class TestClasses:
     classes = (
@@ -281,6 +290,7 @@ class TestOverload:
         assert self.refused(world, "at", hints=wire.Hints(priority=5))
         assert not self.refused(world, "above", hints=wire.Hints(priority=6))
         assert not self.refused(world, "waited", waited_s=3.0)
+        assert self.refused(world, "on its way", waited_s=0.02)
         assert not self.refused(world, "migrated", attempt=1)
         assert self.refused(world, "last")
 
@@ -322,7 +332,7 @@ class TestOverload:
             def get(self, session: object) -> None:
                 return None
 
-        overload = Overload(Nobody())
+        overload = Overload(Nobody(), waited_s=1.0)
         (policy_class,) = PolicyClasses(QueueSpec())
         use = ClassUse(turns=100)
         assert overload.retry_after_s(policy_class, use, 0.0, most=3.0) == 3.0

@@ -19,6 +19,9 @@ GROUP = "fermata.commands"
 SUMMARIES: dict[str, str] = {
     "up": "run a whole deployment on this machine, from its manifest",
     "status": "show what a running `fermata up` is doing",
+    "programs": "list the programs a running `fermata up` schedules",
+    "explain": "say why a turn went where it did, or what it waits for",
+    "policy": "make a RouterPolicy from Dynamo's",
     "frontend": "serve the OpenAI API of a deployment (one process)",
     "router": "place turns on workers (one process)",
     "worker": "run one engine replica (one process)",
@@ -43,6 +46,7 @@ examples:
   fermata up -f examples/01-quickstart.yaml            serve on http://127.0.0.1:8000, no GPU needed
   fermata up -f fleet.yaml --port 9000 --watch         apply edits of the file while it runs
   fermata status --port 9000                           leases, cache and load of each process
+  fermata programs --watch                             who runs, who waits, and what for
 """
 
 

@@ -168,6 +168,8 @@ class Router:
 
     def _finish(self, now: float) -> list[Send]:
         self._epilogue(now)
+        if self.state.over:
+            self._handovers.follow_turns(now)
         self._retirement.check(now)
         return self.state.effects.take()
 
@@ -337,7 +339,8 @@ class Router:
             return
         before = state.ring
         state.ring = Ring(ring.epoch, {RouterId(name): at for name, at in ring.members})
-        self._handovers.ring_moved(before, now)
+        held = self._handovers.held_turns(now)
         self._placement.send_on(now)
+        self._handovers.ring_moved(before, held, now)
         for peer in (*state.owners.peers, *(worker.peer for worker in state.workers)):
             self._acknowledge(peer, known=True)

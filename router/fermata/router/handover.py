@@ -3,8 +3,9 @@
 Three ways in. A worker's snapshot tells a router that booted of the sessions whose KV the worker has. A `Handover`
 tells a router that a ring epoch gave keys to what their former router knew: the same, and programs that are paused,
 which no worker has. And one way out: at a later epoch, whatever this router knows of keys that are another's now goes
-there, and is forgotten here; turns that run keep their leases here until they end. Turns that wait are asked about
-again by their owners, who are told (`Moved`); that they are the same, and how old, the new router learns from both.
+there, and is forgotten here. Turns that run keep their leases here until they end, and their programs go with that end.
+Turns that wait are asked about again by their owners, who are told (`Moved`); that they are the same, and how old, the
+new router learns from both.
 
 A router that is new in the ring knows no worker yet. It is told which ones there are, and holds turns until they have
 said Hello, as one that boots does: what it placed before would all go to the first.
@@ -80,8 +81,21 @@ class Handovers:
         if unknown and not state.workers.ready_count:
             state.await_workers(unknown, now)
 
-    def ring_moved(self, before: Ring, now: float) -> None:
-        """The state has the later ring. O(what this router knows)."""
+    def held_turns(self, now: float) -> list[tuple[RoutingKey, HeldTurn]]:
+        """Those that wait here and whose key is another's now. O(waiting)."""
+        found: list[tuple[RoutingKey, HeldTurn]] = []
+        for waiting in self._state.waiting:
+            turn = waiting.turn
+            if not self._is_mine(turn.route.key):
+                waited_s = max(0.0, now - turn.since)
+                held = HeldTurn(OwnerId(turn.owner.id), turn.route.request, waited_s)
+                found.append((turn.route.key, held))
+        return found
+
+    def ring_moved(
+        self, before: Ring, held: Iterable[tuple[RoutingKey, HeldTurn]], now: float
+    ) -> None:
+        """The state has the later ring, and what waited has been sent on. O(what this router knows)."""
         state = self._state
         parcels: dict[RouterId, _Parcel] = {
             name: _Parcel() for name in state.ring.members if name not in before.members
@@ -89,24 +103,41 @@ class Handovers:
         parcels.pop(state.config.id, None)
         self._pack_programs(parcels, now)
         self._pack_bindings(parcels)
-        for waiting in state.waiting:
-            route = waiting.turn.route
-            if not self._is_mine(route.key):
-                waited_s = max(0.0, now - waiting.turn.since)
-                turn = HeldTurn(OwnerId(waiting.turn.owner.id), route.request, waited_s)
-                self._parcel(parcels, route.key).turns.append(turn)
+        for key, turn in held:
+            self._parcel(parcels, key).turns.append(turn)
         if (
             before.epoch
         ):  # a boot's first ring moves nothing: those who have the keys know as much as we do
             self._send(parcels)
 
+    def follow_turns(self, now: float) -> None:
+        """Programs whose last turn here is over go after their keys."""
+        state = self._state
+        parcels: dict[RouterId, _Parcel] = {}
+        for session in state.over:
+            program = state.programs.get(session)
+            if program is not None and not program.turns:
+                self._pack(program, parcels, now)
+            if program is None or not program.turns:
+                state.leaving.pop(session, None)
+        state.over.clear()
+        if parcels:
+            self._send(parcels)
+
     def _pack_programs(self, parcels: dict[RouterId, _Parcel], now: float) -> None:
-        programs = self._state.programs
-        for program in list(programs):
-            if not self._is_mine(program.key):
-                self._parcel(parcels, program.key).records.append(self._record(program, now))
-                # One with a turn here goes with its end.
-                programs.release(program.session)
+        state = self._state
+        state.leaving.clear()
+        for program in list(state.programs):
+            if self._is_mine(program.key):
+                continue
+            if program.turns:
+                state.leaving[program.session] = None
+            else:
+                self._pack(program, parcels, now)
+
+    def _pack(self, program: Program, parcels: dict[RouterId, _Parcel], now: float) -> None:
+        self._parcel(parcels, program.key).records.append(self._record(program, now))
+        self._state.programs.release(program.session)
 
     def _pack_bindings(self, parcels: dict[RouterId, _Parcel]) -> None:
         state = self._state
@@ -126,9 +157,8 @@ class Handovers:
             parent=program.parent,
             key=program.key,
             context_tokens=program.context_tokens,
-            idle_s=0.0 if program.is_reasoning else max(0.0, now - program.acting_since),
+            idle_s=max(0.0, now - program.acting_since),
             finish_class=program.gap,
-            reasoning=program.is_reasoning,
             paused=program.is_paused,
             worker=slot.worker if slot else WorkerId(""),
             rank=slot.rank if slot else 0,

@@ -87,6 +87,8 @@ class Leasing:
         turn = state.programs.turn(key)
         if turn is None:
             return
+        if turn.program.session in state.leaving:
+            state.over.append(turn.program.session)
         if finish is None:
             state.programs.end(key, "cancelled", now)
             return

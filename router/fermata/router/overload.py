@@ -64,8 +64,10 @@ class DrainRate:
 
 
 class Overload:
-    def __init__(self, programs: Programs) -> None:
+    def __init__(self, programs: Programs, *, waited_s: float) -> None:
+        """`waited_s`: who says it has waited so long elsewhere was held there; less is the way here."""
         self._programs = programs
+        self._waited_s = waited_s
         self._rates: dict[str, DrainRate] = {}
         """By class; a class that a policy has again goes on with its rate."""
 
@@ -80,7 +82,7 @@ class Overload:
         line = policy_class.priority_line
         if line is not None and route.hints.priority > line:
             return True
-        if route.attempt > 0 or route.waited_s > 0:
+        if route.attempt > 0 or route.waited_s >= self._waited_s:
             return True
         program = self._programs.get(route.session) if route.session else None
         return program is not None and program.steps > 0

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import ceil
 from random import Random
 
-from fermata.core.ids import LeaseId, RouterId, Slot, WorkerId, make_lease_id
+from fermata.core.ids import LeaseId, RouterId, SessionId, Slot, WorkerId, make_lease_id
 from fermata.core.ring import Ring
 from fermata.core.spec import LivenessSpec, RouterPolicySpec
 from fermata.router.admission import Admission, Facts, admission_rule
@@ -94,11 +94,15 @@ class RouterState:
         )
         self.admission: Admission | None = None
         """Of programs; None under policies that let every turn go."""
-        self.overload = Overload(self.programs)
+        self.overload = Overload(self.programs, waited_s=self.real(1.0))
         self.done: Recent[Key, int] = Recent(_MOST_RECENT)
         """Requests that need no lease any more, and their attempt: a late Route of theirs is not answered."""
         self.handed: Recent[Key, float] = Recent(_MOST_RECENT)
         """Since when turns wait that another router held: they may be asked about here next."""
+        self.leaving: dict[SessionId, None] = {}
+        """Programs whose keys are another router's and that have turns here."""
+        self.over: list[SessionId] = []
+        """Those of them of which a turn has just ended."""
         self.awaited: set[WorkerId] = set()
         """Workers that a router that had our keys knows and that we do not."""
         self._settles_at = 0.0
@@ -159,7 +163,7 @@ class RouterState:
         is_switch, self.has_policy = self.has_policy, True
         if policy.scheduler != before.scheduler:
             self.placement_policy = self._make_placement()
-        if policy != before:
+        if _what_turns_wait_for(policy) != _what_turns_wait_for(before):
             self.waiting.apply(policy.queue, paced=is_switch)
             self.overload.keep({each.name for each in self.waiting.classes})
             self._apply_thresholds()
@@ -252,3 +256,8 @@ class RouterState:
         return placement_policy(
             self.policy.scheduler, block_size=self.config.block_size, generator=self.generator
         )
+
+
+def _what_turns_wait_for(policy: RouterPolicySpec) -> tuple[object, ...]:
+    """The parts of a policy that decide when a turn may go."""
+    return (policy.scheduler, policy.queue, policy.overload, policy.session_affinity)

@@ -40,6 +40,8 @@ DRAIN_LOOK_S = 0.1
 BYE_S = 1.0
 PROBE_BUSY_S = 0.1
 PROBE_IDLE_S = 1.0
+ROUTER_DRAIN_S = 120.0
+"""What a router that left the ring gets until the turns it granted have ended: nobody else watches over these."""
 STOP_FRONTENDS_S = 5.0
 STOP_WORKERS_S = 3.0
 STOP_ROUTERS_S = 1.0
@@ -300,9 +302,10 @@ class Fleet:
 
     async def _end(self, child: Child, *, drains: bool) -> None:
         name = child.spec.id
-        if drains and self._asked_to_drain(name, self._drain_s):
+        drain_s = ROUTER_DRAIN_S if child.spec.kind == "router" else self._drain_s
+        if drains and self._asked_to_drain(name, drain_s):
             with suppress(TimeoutError):
-                async with asyncio.timeout(self._drain_s + 1.0):
+                async with asyncio.timeout(drain_s + 1.0):
                     while not (child.gone.is_set() or self._is_drained(child)):
                         await asyncio.sleep(DRAIN_LOOK_S)
             # A drained worker says Bye and exits by itself.

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from fermata.operator.columns import aligned
 from fermata.operator.link import OperatorLink
 from fermata.operator.local.http_probe import get
 from fermata.operator.local.run_folder import Endpoints
@@ -74,19 +75,8 @@ def table(looks: dict[str, list[Look]]) -> str:
             [look.name, look.state, *(_number(look.numbers.get(column)) for column in columns)]
             for look in looks.get(kind, [])
         ]
-        blocks.append(_aligned([header, *rows]))
+        blocks.append(aligned([header, *rows], left=2))
     return "\n\n".join(blocks)
-
-
-def _aligned(rows: list[list[str]]) -> str:
-    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if at < 2 else cell.rjust(width)
-            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    )
 
 
 def _number(value: float | None) -> str:
