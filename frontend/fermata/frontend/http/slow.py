@@ -35,7 +35,6 @@ from fermata.frontend.prompt import PromptModel
 from fermata.frontend.request import decode_body
 from fermata.frontend.service import FrontendService
 
-
 _Made = TypeVar("_Made")
 
 
