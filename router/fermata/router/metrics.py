@@ -21,7 +21,7 @@ class RouterCollector(Collector):
 def serve_metrics(
     numbers: Callable[[], Mapping[str, float]], *, host: str, port: int
 ) -> Callable[[], None]:
-    """`/metrics` from a thread of its own; returns what stops it."""
+    """`/metrics` from a thread of its own, which calls `numbers`; returns what stops it."""
     registry = CollectorRegistry()
     registry.register(RouterCollector(numbers))
     server, thread = start_http_server(port, addr=host, registry=registry)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from concurrent.futures import Future
 
 from msgspec.structs import replace
 
@@ -22,6 +23,7 @@ from fermata.wire.socket import Context, Listener, Packet, Peer, Unsendable
 log = logging.getLogger(__name__)
 
 IDLE_TICK_S = 1.0
+SCRAPE_TIMEOUT_S = 2.0
 
 
 class RouterService:
@@ -73,6 +75,12 @@ class RouterService:
 
     def numbers(self) -> dict[str, float]:
         return self.status().numbers
+
+    def numbers_for_thread(self) -> dict[str, float]:
+        """For another thread, which waits: the core is read in its own, where nothing moves meanwhile."""
+        answer: Future[dict[str, float]] = Future()
+        self._loop.call_soon_threadsafe(lambda: answer.set_result(self.numbers()))
+        return answer.result(SCRAPE_TIMEOUT_S)
 
     def _receive(self, peer: Peer, packet: Packet) -> None:
         if isinstance(packet.message, StatusRequest):
