@@ -409,7 +409,7 @@ async def test_nonsense_in_typed_messages_ends_nothing(bench: Bench) -> None:
 async def test_metrics_are_read_at_scrape_time(bench: Bench) -> None:
     await bench.worker("a")
     port = _free_port()
-    stop = serve_metrics(bench.service.numbers, host="127.0.0.1", port=port)
+    stop = serve_metrics(bench.service.scrape, host="127.0.0.1", port=port)
     try:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(b"GET /metrics HTTP/1.0\r\n\r\n")

@@ -1,8 +1,8 @@
 """From a decoded body to a turn: model, identity, hints, prompt, limits. What is wrong is said here, as a TurnError.
 
 All of it is cheap but rendering very many messages and tokenising a long text that is new. Those go to a thread, so
-other clients' streams and our own heartbeats go on meanwhile; the cache lookup before it and the insertion after it
-stay in the loop, which alone touches the cache.
+other clients' streams and our own heartbeats go on meanwhile; the cache lookup before tokenising and the insertion
+after it stay in the loop, which alone touches the cache.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ async def _serve(
     service = RouterService(config, clock=clock, context=context, listen=listen, policy=policy)
     _handle_signals(service)
     stop_metrics = (
-        serve_metrics(service.numbers, service.families, host="127.0.0.1", port=metrics_port)
+        serve_metrics(service.scrape, host="127.0.0.1", port=metrics_port)
         if metrics_port is not None
         else None
     )

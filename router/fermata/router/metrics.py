@@ -18,19 +18,18 @@ from fermata.router.families import Family
 PREFIX = "fermata_router_"
 
 
+Scrape = Callable[[], tuple[Mapping[str, float], Iterable[Family]]]
+
+
 class RouterCollector(Collector):
-    def __init__(
-        self,
-        numbers: Callable[[], Mapping[str, float]],
-        families: Callable[[], Iterable[Family]] = tuple,
-    ) -> None:
-        self._numbers = numbers
-        self._families = families
+    def __init__(self, scrape: Scrape) -> None:
+        self._scrape = scrape
 
     def collect(self) -> Iterator[Metric]:
-        for name, value in self._numbers().items():
+        numbers, labelled = self._scrape()
+        for name, value in numbers.items():
             yield GaugeMetricFamily(PREFIX + name, name.replace("_", " "), value=value)
-        for family in self._families():
+        for family in labelled:
             yield _metric(family)
 
 
@@ -57,16 +56,10 @@ def _histogram(name: str, family: Family) -> Metric:
     return metric
 
 
-def serve_metrics(
-    numbers: Callable[[], Mapping[str, float]],
-    families: Callable[[], Iterable[Family]],
-    *,
-    host: str,
-    port: int,
-) -> Callable[[], None]:
-    """`/metrics` from a thread of its own; returns what stops it."""
+def serve_metrics(scrape: Scrape, *, host: str, port: int) -> Callable[[], None]:
+    """`/metrics` from a thread of its own, which calls `scrape`; returns what stops it."""
     registry = CollectorRegistry()
-    registry.register(RouterCollector(numbers, families))
+    registry.register(RouterCollector(scrape))
     server, thread = start_http_server(port, addr=host, registry=registry)
 
     def stop() -> None:

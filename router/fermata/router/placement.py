@@ -22,6 +22,7 @@ RejectCode = Literal[
 ]
 
 _RETRY_AFTER_S = 5.0
+_OLDEST_S = 86_400.0
 
 
 def jump_s(hints: Hints) -> float:
@@ -85,7 +86,8 @@ class Placement:
 
     def _since(self, owner: Owner, route: Route, now: float) -> float:
         """When it began to wait, by what its owner and the router that held it say."""
-        since = now - max(0.0, route.waited_s)
+        # Whoever says it waited for a year, or for ever, is as old as one that waited for a day.
+        since = now - min(_OLDEST_S, max(0.0, route.waited_s))
         handed = self._state.handed.get((owner.peer.id, route.request))
         return since if handed is None else min(since, handed)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from concurrent.futures import Future
 
 from msgspec.structs import replace
 
@@ -24,6 +25,7 @@ from fermata.wire.socket import Context, Listener, Packet, Peer, Unsendable
 log = logging.getLogger(__name__)
 
 IDLE_TICK_S = 1.0
+SCRAPE_TIMEOUT_S = 2.0
 
 
 class RouterService:
@@ -80,9 +82,14 @@ class RouterService:
     def numbers(self) -> dict[str, float]:
         return self.status().numbers
 
-    def families(self) -> list[Family]:
-        """Those with labels."""
-        return list(families(self.core.state))
+    def scrape(self) -> tuple[dict[str, float], list[Family]]:
+        """For another thread, which waits: the core is read in its own, where nothing moves meanwhile.
+        Numbers, and the families with labels."""
+        answer: Future[tuple[dict[str, float], list[Family]]] = Future()
+        self._loop.call_soon_threadsafe(
+            lambda: answer.set_result((self.numbers(), list(families(self.core.state))))
+        )
+        return answer.result(SCRAPE_TIMEOUT_S)
 
     def _receive(self, peer: Peer, packet: Packet) -> None:
         if isinstance(packet.message, StatusRequest):
