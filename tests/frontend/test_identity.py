@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from fermata.core.ids import RequestId
+from fermata.frontend.hints import said_program_ids
 from fermata.frontend.identity import (
     ANONYMOUS,
     Identity,
@@ -77,3 +78,22 @@ def test_anonymous_turns_have_a_key_all_the_same() -> None:
     nobody = unknown(RequestId("r-1"))
     assert nobody.session == ""
     assert nobody.key == "r-1"
+
+
+def test_a_program_id_in_the_body_is_the_last_resort_and_the_hint_wins_over_the_top_level() -> None:
+    said = said_program_ids({"agent_hints": {"program_id": " hinted "}}, "top")
+    assert identify({}, said) == Identity("hinted", client="program_id")
+    assert identify({}, said_program_ids(None, "top")).session == "top"
+    assert identify({"x-dynamo-session-id": "header"}, said).session == "header"
+    assert (
+        identify({}, said_program_ids({"agent_hints": {"program_id": 3}}, "top")).session == "top"
+    )
+    for nonsense in (None, 3, " ", ["s"]):
+        assert identify({}, said_program_ids(nonsense, nonsense)) == ANONYMOUS
+    assert identify({}, said_program_ids(None, "é" * 300)).session == "é" * 128
+
+
+def test_whoever_says_the_last_word_says_it_under_any_name_or_none() -> None:
+    final = {"x-dynamo-session-final": "yes"}
+    assert identify(final) == Identity(final=True)
+    assert identify(final, {"program_id": "p"}) == Identity("p", final=True, client="program_id")

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ from fermata.core.errors import (
 from fermata.core.hashing import sequence_hashes, token_frame
 from fermata.core.ids import LeaseId, RequestId, RoutingKey, WorkerId, make_lease_id
 from fermata.core.lease_digest import LeaseDigest
-from fermata.frontend.turn import MAX_ATTEMPTS
+from fermata.frontend.turn import MAX_ATTEMPTS, Turn
 from fermata.frontend.turn_model import (
     Abort,
     Cancelled,
@@ -54,7 +55,7 @@ class Reader:
 class Desk:
     """One turn in a table, and short ways to say things to it."""
 
-    def __init__(self, *, resumable: bool = True, max_tokens: int = 100) -> None:
+    def __init__(self, *, resumable: bool = True, max_tokens: int = 100, **fields: Any) -> None:
         self.now = 1000.0
         self.table = TurnTable(TurnLimits())
         self.reader = Reader()
@@ -69,6 +70,7 @@ class Desk:
             seed=1337,
             sampling=Sampling(max_tokens=max_tokens),
             resumable=resumable,
+            **fields,
         )
         self.turn, effects = self.table.start(spec, reader=self.reader, now=self.now)
         assert self.kinds(effects) == ["Ask"]
@@ -89,6 +91,10 @@ class Desk:
         grant = Grant(RequestId("r"), number, lease, WorkerId(worker), f"at-{worker}", 0, {}, 1)
         self.last_grant = grant
         return self.kinds(self.table.grant(grant, self.now))
+
+    def hold(self, reason: str) -> list[str]:
+        hold = Hold(RequestId("r"), self.turn.attempt, reason, 60.0)  # type: ignore[arg-type]
+        return self.kinds(self.table.hold(hold, self.now))
 
     def accept(self) -> list[str]:
         assert self.turn.lease is not None
@@ -411,3 +417,73 @@ def test_a_router_that_booted_is_asked_with_the_time_already_waited() -> None:
     effects = desk.table.ask_again(desk.table.routing, desk.now)
     assert desk.kinds(effects) == ["Ask"]
     assert desk.turn.waited_s(desk.now) == 42.0
+
+
+def test_holds_are_timed_by_reason_over_all_attempts() -> None:
+    desk = Desk()
+    desk.hold("booting")
+    desk.now += 1
+    desk.hold("pressure")
+    desk.now += 2
+    desk.hold("pressure")  # said again
+    desk.now += 3
+    desk.grant()
+    assert desk.turn.times.holds == {"booting": 1.0, "pressure": 5.0}
+    assert desk.turn.times.held == 6.0
+    assert desk.turn.hold_reason == "pressure"
+    desk.accept()
+    assert desk.turn.lease is not None
+    desk.kinds(desk.table.revoke([desk.turn.lease], "worker_lost", desk.now))
+    desk.hold("pressure")
+    desk.now += 4
+    desk.kinds(desk.table.cancel(desk.turn, desk.now))
+    assert desk.turn.times.holds == {"booting": 1.0, "pressure": 9.0}
+    assert Desk().turn.times.holds is None
+
+
+def test_a_turn_that_was_asked_for_before_has_its_age() -> None:
+    desk = Desk()
+    spec = desk.turn.spec
+    turn = Turn(spec, reader=desk.reader, now=desk.now, limits=TurnLimits(), waited_s=40.0)
+    assert turn.waited_s(desk.now + 2) == turn.queue_age_s(desk.now + 2) == 42.0
+
+
+def test_the_age_of_a_turn_stops_with_its_grant() -> None:
+    desk = Desk()
+    desk.now += 7
+    desk.grant()
+    desk.now += 100
+    assert desk.turn.queue_age_s(desk.now) == 7.0
+
+
+@pytest.mark.parametrize(
+    ("marks", "tokens", "finish", "gap"),
+    [
+        ((), [1, 2, 3], "stop", ""),
+        ((9,), [1, 2, 3], "stop", "human"),
+        ((9,), [1, 9, 3], "stop", "tool"),
+        ((8, 9), [1, 9, 3], "length", "tool"),
+        ((9,), [1, 2, 3], "length", ""),
+    ],
+)
+def test_a_finish_tells_what_its_session_waits_for_as_far_as_tokens_do(
+    marks: tuple[int, ...], tokens: list[int], finish: str, gap: str
+) -> None:
+    desk = Desk(tool_call_tokens=marks)
+    desk.grant()
+    desk.accept()
+    assert desk.turn.lease is not None
+    entry = OutputEntry(desk.turn.lease, 0, 0, len(tokens), finish=finish)  # type: ignore[arg-type]
+    effects = desk.table.output(Output([entry]), memoryview(token_frame(tokens)), desk.now)
+    (end,) = [
+        e.progress for e in effects if isinstance(e, Report) and e.progress.kind == "finished"
+    ]
+    assert end.gap == gap
+
+
+def test_ends_that_are_no_finish_say_nothing_about_what_is_waited_for() -> None:
+    desk = Desk(tool_call_tokens=(9,))
+    desk.grant()
+    effects = desk.table.cancel(desk.turn, desk.now)
+    (end,) = [e.progress for e in effects if isinstance(e, Report)]
+    assert (end.kind, end.gap) == ("cancelled", "")

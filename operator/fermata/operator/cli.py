@@ -58,7 +58,8 @@ examples:
 
 columns: context is in tokens; turns are those in flight; idle is the time since the last turn; waits is how long the
 first waiting turn has waited, reason what for: pressure (its program is paused), admission (it is new and there is no
-room yet), queue (all slots are busy), policy, no_worker, booting. Those that wait come first.
+room yet), queue (all slots are busy), policy, no_worker, booting. Those that wait come first. Times are of the
+deployment's clock (clock.speedup).
 
 exit codes: 0 listed; 1 some router did not answer; 2 no `fermata up` runs there. With --watch: 0 on Ctrl-C.
 """

@@ -184,8 +184,11 @@ class Router:
         if not state.is_settled and now >= state.boot_ends_at:
             state.is_settled = True
             state.must_judge_all = True
-        if state.admission is not None and state.admission.is_due and not state.is_booting:
-            self._placement.admit(now)
+        if state.admission is not None and not state.is_booting:
+            # Other slots may take turns now, so other programs may have a place.
+            state.admission.is_due |= state.must_judge_all
+            if state.admission.is_due:
+                self._placement.admit(now)
         if state.must_judge or state.must_judge_all:
             self._placement.judge(now)
         self._hint_released()

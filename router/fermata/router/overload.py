@@ -32,13 +32,6 @@ class Programs(Protocol):
     def get(self, session: SessionId) -> ProgramRecord | None: ...
 
 
-class NoPrograms:
-    """Knows none."""
-
-    def get(self, session: SessionId) -> None:
-        return None
-
-
 class DrainRate:
     """Grants a second out of a queue, exponentially weighted by age; right from the first on."""
 

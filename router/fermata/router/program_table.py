@@ -386,7 +386,6 @@ class ProgramTable:
         )
         self._set_chain(program, standing.chain)
         program.context_tokens = standing.context_tokens
-        program.acting_since, program.gap = standing.acting_since, standing.gap
         if room is None:
             self._uncharge(program)
             self._set_paused(program, paused=True)
