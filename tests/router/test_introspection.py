@@ -266,7 +266,7 @@ def test_waits_are_counted_by_reason_and_by_length() -> None:
 
 def scrape(world: Any) -> str:
     registry = CollectorRegistry()
-    collector = RouterCollector(lambda: world.numbers, lambda: list(families(world.router.state)))
+    collector = RouterCollector(lambda: (world.numbers, list(families(world.router.state))))
     registry.register(collector)
     return generate_latest(registry).decode()
 
