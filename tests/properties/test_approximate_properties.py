@@ -17,7 +17,7 @@ from hypothesis.stateful import (
 from fermata.core.spec import KvSpec
 from fermata.router.approximate import ApproximateIndex
 
-CAPACITY = 12
+CAPACITY = 8
 TTL_S = 20.0
 Chain = tuple[int, ...]
 SEEN: Counter[str] = Counter()
@@ -86,7 +86,7 @@ class ApproximateMachine(RuleBasedStateMachine):
         if slot in self.models:
             self.models[slot].learn(chain, self.now)
 
-    @rule(seconds=st.integers(1, 15))
+    @rule(seconds=st.integers(1, 30))
     def wait(self, seconds: int) -> None:
         self.now += seconds
         self.index.expire(self.now)
@@ -133,4 +133,4 @@ def test_the_learned_index_equals_a_list_of_what_was_sent():
         settings=settings(max_examples=60, stateful_step_count=30, deadline=None),
     )
     for event in ("superseded", "displaced", "aged out", "switched", "matched"):
-        assert SEEN[event] > 5, (event, SEEN)
+        assert SEEN[event] >= 3, (event, SEEN)
