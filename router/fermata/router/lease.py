@@ -132,6 +132,7 @@ class LeaseTable:
     def begin(self, lease: Lease, *, is_present: bool, dispatch_by: float) -> None:
         """Take in a lease that holds its chain in `promises`. `is_present`: this boot granted it."""
         assert lease.id not in self._leases, lease.id
+        assert (lease.owner.id, lease.request) not in self._by_request, lease.request
         self.begun += 1
         self._leases[lease.id] = lease
         self._by_request[lease.owner.id, lease.request] = lease

@@ -35,6 +35,7 @@ RevokeReason = Literal[
     "dispatch_timeout",
     "unknown",
 ]
+_LEASE_IDS = 1 << 64
 _DONE: frozenset[End] = frozenset({"finished", "cancelled"})
 # Of these the slot is to blame, as far as the router can know; sessions should not return to it.
 _FAILURES: frozenset[End] = frozenset(
@@ -173,15 +174,17 @@ class Leasing:
                 state.leases.prefilled(lease)
                 if entry.kind == "prefilled":
                     self._learn(lease, now)
-                if state.loads.renew(lease.slot):
-                    state.must_judge = True
             case "finished":
                 self._accepted(lease)
                 self._learn(lease, now)
                 promised = self._promised(lease, entry)
                 self.end(lease, "finished", now, promised_until=promised, finish=entry)
+                return
             case "cancelled" | "failed":
                 self.end(lease, entry.kind, now)
+                return
+        if state.loads.renew(lease.slot):
+            state.must_judge = True
 
     def _learn(self, lease: Lease, now: float) -> None:
         """Its slot has the prompt now; matters where no events say so."""
@@ -245,11 +248,14 @@ class Leasing:
 
     def claims(self, owner: Owner, message: LeaseClaims, hashes: memoryview, now: float) -> None:
         """What an owner holds from an earlier boot of this router; of the present one it holds what it was granted."""
+        state = self._state
         strange: list[LeaseId] = []
         at = 0
         for claim in message.claims:
             end = at + max(0, claim.blocks)
-            if not self._claim(owner, claim, hashes[at:end], now):
+            if not 0 < claim.lease < _LEASE_IDS:
+                state.counters["senseless_claims"] += 1
+            elif not self._claim(owner, claim, hashes[at:end], now):
                 strange.append(claim.lease)
             at = end
         if strange:
@@ -267,6 +273,7 @@ class Leasing:
             or lease_router(claim.lease) != state.config.number
             or not 0 <= claim.rank < 4096
             or state.leases.of_request(owner.peer.id, claim.request) is not None
+            or state.waiting.get(owner.peer.id, claim.request) is not None
         ):
             return False
         slot = self._slot_of(claim, now)

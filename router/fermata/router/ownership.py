@@ -63,6 +63,7 @@ class Ownership:
         state.owners.remove(owner)
         for waiting in state.waiting.of_owner(owner.peer.id):
             state.waiting.remove(waiting)
+            state.programs.end(waiting.key, "cancelled", now)
         self._leasing.revoke(state.leases.of_owner(owner.peer), "owner_lost", now, owners=False)
 
     def tick(self, now: float) -> None:
