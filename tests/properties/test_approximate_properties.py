@@ -94,6 +94,11 @@ class ApproximateMachine(RuleBasedStateMachine):
             for model in self.models.values():
                 model.expire(self.now)
 
+    @rule(slot=slots, path=paths)
+    def learn_and_let_it_age(self, slot: int, path: list[int]) -> None:
+        self.learn(slot, path)
+        self.wait(25)
+
     @rule()
     def switch(self) -> None:
         self.is_ttl = not self.is_ttl
@@ -130,7 +135,7 @@ def test_the_learned_index_equals_a_list_of_what_was_sent():
 
     run_state_machine_as_test(
         ApproximateMachine,
-        settings=settings(max_examples=60, stateful_step_count=30, deadline=None),
+        settings=settings(max_examples=80, stateful_step_count=30, deadline=None),
     )
     for event in ("superseded", "displaced", "aged out", "switched", "matched"):
         assert SEEN[event] >= 3, (event, SEEN)
