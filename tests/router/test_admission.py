@@ -303,9 +303,6 @@ def test_a_worker_without_a_capacity_is_ruled_by_a_window(make_world):
     spec = policy(aimd=AimdSpec(initial=2, turns=2, increase=1.0))
     agents = _agents(make_world, spec, kv_blocks={"device": 0}, context_length=1 << 20)
     world = agents.world
-    # Without a device tier a window has no bound but the context's.
-    world.router.state.loads[0].capacity_blocks = 1 << 20
-    world.router.state.loads.narrowest = 1 << 20
     agents.turn("a", 10)
     agents.turn("b", 10)
     assert agents.ask("c", 10).reason == "admission"
@@ -423,3 +420,11 @@ def test_a_claimed_lease_brings_its_program_back(make_world):
     assert (program.context_tokens, program.slot, program.is_reasoning) == (650, 0, True)
     agents.world.progress(agents.frontend, claim.lease, "finished", output_tokens=60, reason="stop")
     assert (program.context_tokens, program.is_reasoning) == (660, False)
+
+
+def test_a_held_program_goes_as_soon_as_another_worker_can_take_it(agents):
+    agents.turn("a", 90)
+    assert agents.ask("b", 60).reason == "admission"
+    agents.world.worker("w1", kv_blocks={"device": PAGES})
+    (grant,) = agents.world.take(wire.Grant)
+    assert (grant.request, grant.worker, grant.hold_reason) == ("b1", "w1", "admission")

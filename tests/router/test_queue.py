@@ -470,3 +470,20 @@ class TestLiveSwitch:
         alive(world, 5, world.client, world.peer)
         assert granted(world, world.client) == ["r0"]
         assert world.numbers["forced"] == 1
+
+
+def test_turns_that_waited_go_with_their_owner_and_leave_no_program_behind(world):
+    frontend = world.frontend()
+    assert world.route(frontend, "r", session="s").reason == "no_worker"
+    assert world.numbers["programs"] == 1
+    world.say(frontend, wire.Bye(1))
+    assert (world.numbers["programs"], world.numbers["turns_waiting"]) == (0, 0)
+    again = world.frontend(incarnation=2)
+    assert world.route(again, "r", session="s").reason == "no_worker"
+
+
+@pytest.mark.parametrize("waited_s", [float("inf"), float("-inf"), float("nan"), 1e300])
+def test_a_wait_that_makes_no_sense_is_taken_for_a_long_one_or_for_none(world, waited_s):
+    frontend = world.frontend()
+    hold = world.route(frontend, "r", waited_s=waited_s)
+    assert 0 <= hold.deadline_s <= 60

@@ -23,7 +23,7 @@ class SlotLoad:
 
     slot: int
     capacity_blocks: int
-    """KV on the device, in routing blocks."""
+    """KV on the device, in routing blocks; 0 where the worker publishes none."""
     batched_tokens: int
     context_length: int
     blocks_a_page: float
@@ -47,7 +47,7 @@ class Thresholds:
     def is_busy(self, load: SlotLoad) -> bool:
         """Expected output does not count: it may never come."""
         overload = self.overload
-        if overload.decode_blocks is not None:
+        if overload.decode_blocks is not None and load.capacity_blocks:
             held = load.decode_blocks - load.expected_blocks
             if max(load.used_blocks, float(held)) > overload.decode_blocks * load.capacity_blocks:
                 return True
@@ -108,7 +108,8 @@ class Loads:
     def window(self, slot: int) -> int:
         """Tokens, prompt and output, that a request on the slot can have."""
         load = self._loads[slot]
-        return min(load.context_length, load.capacity_blocks * self._block_size)
+        capacity = load.capacity_blocks * self._block_size
+        return min(load.context_length, capacity) if capacity else load.context_length
 
     def _measure(self) -> None:
         self.narrowest = min((self.window(slot) for slot in self._loads), default=0)

@@ -22,7 +22,8 @@ RejectCode = Literal[
 ]
 
 _RETRY_AFTER_S = 5.0
-_OLDEST_S = 86_400.0
+_MOST_WAITED_S = 31_536_000.0
+"""Whatever an owner says."""
 
 
 def jump_s(hints: Hints) -> float:
@@ -86,8 +87,7 @@ class Placement:
 
     def _since(self, owner: Owner, route: Route, now: float) -> float:
         """When it began to wait, by what its owner and the router that held it say."""
-        # Whoever says it waited for a year, or for ever, is as old as one that waited for a day.
-        since = now - min(_OLDEST_S, max(0.0, route.waited_s))
+        since = now - min(max(0.0, route.waited_s), _MOST_WAITED_S)
         handed = self._state.handed.get((owner.peer.id, route.request))
         return since if handed is None else min(since, handed)
 
