@@ -48,11 +48,26 @@ DEPLOYMENT = {
 }
 
 
+BARE = """
+import sys, uvicorn
+async def app(scope, receive, send):
+    await receive()
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"300")]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": b"x" * 300})
+uvicorn.run(app, port=int(sys.argv[1]), loop="uvloop", http="httptools", ws="none", lifespan="off", log_level="error",
+            proxy_headers=False)
+"""
+"""The same server with nothing behind it: what this machine, with its load of the moment, makes of the least."""
+
+
 def measurements() -> list[dict[str, Any]]:
     with stack() as running:
+        bare = bare_ms()
         short = load(running, tokens=1, stream=False)
         streamed = load(running, tokens=TOKENS, stream=True)
     return [
+        _lower("CPU of a bare uvicorn answer at the same time, for scale", bare, "ms", None),
         _lower("CPU of frontend + router, a short request", short.both_ms, "ms", 0.3),
         _lower("CPU of the frontend alone, a short request", short.frontend_ms, "ms", None),
         _lower("CPU of the router alone, a short request", short.router_ms, "ms", None),
@@ -161,6 +176,21 @@ def wait_ready(port: int) -> None:
         if time.monotonic() > deadline:
             raise TimeoutError(f"not ready in {START_S:g} s")
         time.sleep(0.05)
+
+
+def bare_ms() -> float:
+    port = free_port()
+    process = subprocess.Popen([sys.executable, "-c", BARE, str(port)])
+    try:
+        wait_ready(port)
+        raw = request_bytes(1, stream=False)
+        uvloop.run(drive(port, raw, WARM_UP))
+        before = cpu_s(process.pid)
+        uvloop.run(drive(port, raw, 3 * SHORT_REQUESTS))
+        return (cpu_s(process.pid) - before) * 1000 / (3 * SHORT_REQUESTS)
+    finally:
+        process.terminate()
+        process.wait()
 
 
 def load(running: Running, *, tokens: int, stream: bool) -> Load:

@@ -1197,6 +1197,34 @@ async def test_who_sends_no_request_is_not_waited_for_and_who_is_answered_is(
         await stack.quiet()
 
 
+@pytest.mark.parametrize(
+    "body", [b"transfer-encoding: chunked\r\n\r\nZZ\r\n", b"content-length: 2\r\n\r\n{}{}"]
+)
+async def test_a_body_that_is_no_http_is_told_so_unless_an_answer_has_begun(
+    model: PromptModel, body: bytes
+) -> None:
+    async with running(model, auto=False) as stack:
+        client = await Client.connect(stack.server.port)
+        client.send(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n" + body)
+        await until(lambda: client.is_lost)
+        assert client.received.startswith(b"HTTP/1.1 400")
+        assert client.received.count(b"\r\n\r\n") == 1
+        streaming = await Client.connect(stack.server.port)
+        streaming.post({"messages": HELLO, "stream": True})
+        await until(lambda: b"role" in streaming.received)
+        streaming.send(b"\x00\x00")
+        await until(lambda: streaming.is_lost)
+        assert b"no HTTP" not in streaming.received
+        await stack.quiet()
+
+
+async def test_what_a_client_sent_is_not_sent_back_whole(model: PromptModel) -> None:
+    async with running(model) as stack:
+        response = await stack.chat(model="m" * 100_000)
+        assert response.status_code == 404
+        assert len(response.content) < 2000
+
+
 async def test_what_is_no_http_is_told_so_in_json(model: PromptModel) -> None:
     async with running(model) as stack:
         for nonsense in (
@@ -1310,6 +1338,12 @@ async def test_text_goes_to_tokens_and_back(model: PromptModel) -> None:
         strings = {"prompt": "Hello!", "return_token_strs": True}
         said = (await stack.client.post("/tokenize", json=strings)).json()
         assert "".join(said["token_strs"]) == "Hello!"
+        for path, body in (
+            ("/detokenize", {"tokens": [5] * 4097}),
+            ("/tokenize", {"prompt": "word " * 4097, "return_token_strs": True}),
+        ):
+            response = await stack.client.post(path, json=body)
+            assert response.status_code == 400, path
 
 
 async def test_counters_say_what_happened(model: PromptModel) -> None:

@@ -106,6 +106,15 @@ def test_a_promise_ends_when_the_events_that_prove_it_are_in(world):
     assert world.numbers["promises"] == 0, "they were in already"
 
 
+def test_a_match_counts_the_deeper_of_stored_and_promised(world):
+    worker = world.worker()
+    frontend = world.frontend()
+    world.stored(worker, 0, 1, 2, 3, 4)
+    assert world.grant(frontend, "r1", 1, 2).matched == {"device": 2}
+    assert world.grant(frontend, "r2", 1, 2, 3, 4, 5, 6).matched == {"device": 4}
+    assert world.grant(frontend, "r3", 1, 2, 3, 4, 5).matched == {"device": 5}
+
+
 def test_progress_moves_the_sums(world):
     world.worker()
     frontend = world.frontend()

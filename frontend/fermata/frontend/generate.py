@@ -7,7 +7,8 @@ from fermata.frontend.turn import Turn
 from fermata.wire.messages import Generate, Grant, Route
 
 
-def route_of(turn: Turn, *, epoch: int, now: float) -> Route:
+def route_of(turn: Turn, *, epoch: int, now: float, speedup: float) -> Route:
+    """A client's patience is in its own seconds, everything else here in the deployment's."""
     spec = turn.spec
     return Route(
         request=spec.request,
@@ -22,7 +23,7 @@ def route_of(turn: Turn, *, epoch: int, now: float) -> Route:
         inferred=spec.inferred,
         final=spec.final,
         streaming=spec.streaming,
-        client_timeout_s=spec.client_timeout_s,
+        client_timeout_s=spec.client_timeout_s * speedup,
         hints=spec.hints,
         namespace=spec.namespace,
         lora=spec.lora,

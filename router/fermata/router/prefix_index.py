@@ -128,7 +128,7 @@ class PrefixIndex:
 
     def _store(self, holder: Holder, tier: Tier, parent: int | None, hashes: Hashes) -> None:
         room = self.limit_pairs - self.pairs
-        if room < len(hashes):
+        if len(hashes) > room:
             # Blocks the holder has already need no room, so a run at the bound may lose some that would fit.
             self.refused_blocks += len(hashes) - max(0, room)
             hashes = hashes[: max(0, room)]

@@ -119,9 +119,12 @@ class TierIndex:
         if self._older or self._retired:
             self._sweep_past(run, prev)
         bit = holder.bit
-        parents = self._mask(prev)
-        is_new_orphan = prev != ROOT and not parents & bit and not self._masks.get(run[0], 0) & bit
-        added = self._add_run(holder, prev, run)
+        held = list(map(self._masks.get, run))
+        # What a sweep has not reached yet is named here only as a parent, which was settled just now.
+        is_new_orphan = (
+            prev != ROOT and not self._masks.get(prev, 0) & bit and not (held[0] or 0) & bit
+        )
+        added = self._add_run(holder, prev, run, held)
         holder.blocks += added
         if is_new_orphan:
             if prev in self._links.child and not self._mask(prev):
@@ -132,12 +135,11 @@ class TierIndex:
             self._close_gaps(holder, run)
         return added
 
-    def _add_run(self, holder: Holder, prev: int, run: list[int]) -> int:
-        """Runs are mostly uniform, and those are done by the loops inside dict and list: three times as fast.
+    def _add_run(self, holder: Holder, prev: int, run: list[int], held: list[int | None]) -> int:
+        """Runs are mostly uniform, and those need no decision a block: three times as fast.
 
         Inside a run blocks follow one another by construction, so only the link to its first is checked.
         """
-        held = list(map(self._masks.get, run))
         mask = held[0]
         if held.count(mask) != len(run):
             return self._add_each(holder, prev, run)
@@ -151,20 +153,23 @@ class TierIndex:
         if links.child.get(prev) != run[0] and not links.gained(prev, run[0], holder.bit):
             self._contradicted(mask | holder.bit)
         # One shared int for the run: 48 bytes a block less where many slots have it.
-        entries = dict.fromkeys(run, mask | holder.bit)
-        self._masks.update(entries)
-        return len(entries)
+        masks, shared = self._masks, mask | holder.bit
+        for block in run:
+            masks[block] = shared
+        return len(set(run))
 
     def _add_new_run(self, holder: Holder, prev: int, run: list[int]) -> int:
         links = self._links
         if not links.ghosts.isdisjoint(run):
             return self._add_each(holder, prev, run)
-        before = len(self._masks)
-        self._masks.update(dict.fromkeys(run, holder.bit))
+        masks, bit = self._masks, holder.bit
+        before = len(masks)
+        for block in run:
+            masks[block] = bit
         links.child.update(pairwise(run))
         if links.child.setdefault(prev, run[0]) != run[0]:
             links.link(prev, run[0])
-        return len(self._masks) - before
+        return len(masks) - before
 
     def _add_each(self, holder: Holder, prev: int, run: list[int]) -> int:
         masks, links, bit = self._masks, self._links, holder.bit

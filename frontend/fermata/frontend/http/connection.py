@@ -100,7 +100,8 @@ class ClientConnection(HttpToolsProtocol):
         self.data_received(b"\r\n".join([*lines, b"", rest]))
 
     def _refuse(self, error: TurnError) -> None:
-        if not self.is_answering:
+        in_the_middle = self.is_answering and (self.cycle.response_started or self.pipeline)
+        if not in_the_middle:
             body = error_body(error)
             head = (
                 b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"

@@ -48,6 +48,7 @@ class HeadTooLarge(TurnError):
     code = "request_header_fields_too_large"
 
 
+_MOST_CHARS = 1000
 _TYPES = {401: "authentication_error", 529: "overloaded_error"}
 
 
@@ -55,7 +56,10 @@ def error_body(error: TurnError) -> bytes:
     kind = _TYPES.get(error.status)
     if kind is None:
         kind = "invalid_request_error" if error.status < 500 else "server_error"
-    said = {"message": error.message, "type": kind, "code": error.code, "param": error.param}
+    message = error.message
+    if len(message) > _MOST_CHARS:  # it may quote what the client sent
+        message = message[:_MOST_CHARS] + "..."
+    said = {"message": message, "type": kind, "code": error.code, "param": error.param}
     return msgspec.json.encode({"error": said})
 
 

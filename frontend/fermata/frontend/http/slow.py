@@ -230,11 +230,17 @@ async def _tokens(body: TokenizeBody, room: SlowRoom) -> list[int]:
 
 
 def _strings(room: SlowRoom, tokens: list[int]) -> list[str]:
+    if len(tokens) > room.context_length:
+        raise InvalidTurn(
+            f"strings of at most {room.context_length} tokens", param="return_token_strs"
+        )
     decode = room.model.tokenizer.decode
     return [decode([token], skip_special_tokens=False) for token in tokens]
 
 
 def _text(room: SlowRoom, tokens: list[int]) -> str:
+    if len(tokens) > room.context_length:
+        raise InvalidTurn(f"at most {room.context_length} tokens", param="tokens")
     if any(not 0 <= token < 1 << 32 for token in tokens):
         raise InvalidTurn("tokens must be token ids", param="tokens")
     return room.model.tokenizer.decode(tokens, skip_special_tokens=False)
