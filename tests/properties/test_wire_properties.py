@@ -104,7 +104,7 @@ SEEN: set[type[Message]] = set()
 
 
 @settings(
-    max_examples=600, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+    max_examples=1200, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
 )
 @given(packets())
 def check_round_trip(packet: Packet) -> None:
