@@ -373,8 +373,8 @@ async def test_garbage_is_counted_and_ends_nothing(bench: Bench) -> None:
     ]
     for frames in hostile * 20:
         raw.send_multipart(frames)
-    raw.close()
     await until(lambda: bench.numbers["wire_malformed"] >= 100)
+    raw.close()
     grant = await frontend.granted("r1")
     assert grant.worker == "a"
     numbers = bench.numbers
