@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from msgspec import structs
 
 from fermata.core.ids import SessionId
 from fermata.core.spec import (
+    AffinitySpec,
     AimdSpec,
     KvSpec,
     LeasesSpec,
@@ -179,14 +181,29 @@ def test_a_turn_that_does_not_stream_waits_no_longer_than_its_client(agents):
 
 
 def test_under_pressure_a_program_stays_where_its_kv_is(make_world):
-    agents = _agents(make_world, policy(), workers=2)
-    agents.turn("a", 60)
-    agents.turn("b", 80)
+    spec = structs.replace(policy(), session_affinity=AffinitySpec(mode="None"))
+    agents = _agents(make_world, spec, workers=2, features=["kv_events"])
+    agents.turn("a", 10)
+    agents.turn("b", 10)
+    slots = set()
+    for blocks in range(11, 31):
+        agents.turn("a", blocks)
+        slots.add(agents.program("a").slot)
+    assert slots == {0, 1}, "without affinity, and with room everywhere, it goes anywhere"
     slot = agents.program("a").slot
-    assert agents.ask("n", 60).reason == "admission"
-    for blocks in range(61, 66):
+    assert agents.ask("n", 96).reason == "admission"
+    for blocks in range(31, 51):
         agents.turn("a", blocks)
         assert agents.program("a").slot == slot
+
+
+def test_a_program_that_is_too_large_alone_is_not_marked(agents):
+    agents.ask("a", 90)
+    agents.world.progress(agents.frontend, agents.leases["a"], "tokens", output_tokens=8 * BLOCK)
+    agents.world.wait(6.0)
+    assert not agents.program("a").is_marked, "its leaving would only bring it back"
+    agents.finish("a")
+    assert isinstance(agents.ask("a", 91), wire.Grant)
 
 
 def test_a_migrated_turn_does_not_wait_for_admission_again(make_world):
