@@ -6,6 +6,7 @@ import pytest
 from msgspec import structs
 
 from fermata.core.ids import SessionId
+from fermata.core.ring import Ring
 from fermata.core.spec import (
     AffinitySpec,
     AimdSpec,
@@ -445,3 +446,35 @@ def test_a_held_program_goes_as_soon_as_another_worker_can_take_it(agents):
     agents.world.worker("w1", kv_blocks={"device": PAGES})
     (grant,) = agents.world.take(wire.Grant)
     assert (grant.request, grant.worker, grant.hold_reason) == ("b1", "w1", "admission")
+
+
+def test_a_later_attempt_takes_the_place_of_one_that_is_held(agents):
+    agents.turn("a", 90)
+    assert agents.ask("b", 60).reason == "admission"
+    again = {"session": "b", "input_tokens": 60 * BLOCK, "attempt": 1}
+    answer = agents.world.route(agents.frontend, "b1", *agents.chain("b", 60), **again)
+    assert isinstance(answer, wire.Grant)
+    assert len(agents.program("b").turns) == 1
+    agents.world.progress(agents.frontend, answer.lease, "cancelled")
+    assert agents.program("b") is None
+
+
+def test_a_held_turn_whose_key_moves_leaves_no_program(agents):
+    agents.turn("a", 90)
+    assert agents.ask("b", 60).reason == "admission"
+    members = [("router-0", "tcp://127.0.0.1:1"), ("router-1", "tcp://127.0.0.1:2")]
+    key = next(k for k in "klmnopq" if Ring(1, dict(members)).router_for(k) == "router-1")
+    assert agents.ask("c", 60, key=key).reason == "admission"
+    agents.world.set_policy(policy(), ring=wire.Ring(1, members))
+    assert [moved.request for moved in agents.world.take(wire.Moved)][-1] == "c1"
+    assert agents.program("c") is None
+
+
+def test_a_lost_owner_leaves_nothing_of_its_turns(agents):
+    agents.turn("a", 90)
+    agents.ask("b", 60)
+    agents.ask("a", 91)
+    agents.world.say(agents.frontend, wire.Bye(1))
+    assert agents.program("b") is None
+    assert not agents.program("a").is_reasoning
+    assert agents.world.numbers["turns_waiting"] == 0
