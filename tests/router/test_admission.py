@@ -478,3 +478,12 @@ def test_a_lost_owner_leaves_nothing_of_its_turns(agents):
     assert agents.program("b") is None
     assert not agents.program("a").is_reasoning
     assert agents.world.numbers["turns_waiting"] == 0
+
+
+def test_who_is_let_go_takes_the_room_of_who_follows(agents):
+    agents.turn("a", 90)
+    assert agents.ask("b", 50).reason == "admission"
+    assert agents.ask("c", 48).reason == "admission"
+    agents.bye("a")
+    assert [grant.request for grant in agents.world.take(wire.Grant)] == ["b1"]
+    assert agents.program("c").is_new, "both fit the empty slot, and not each other's threshold"
