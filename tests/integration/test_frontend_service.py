@@ -167,6 +167,7 @@ class FakeRouter:
     byes: int = 0
     grants: dict[LeaseId, wire.Grant] = field(default_factory=dict)
     open_routes: dict[RequestId, wire.Route] = field(default_factory=dict)
+    said: dict[tuple[RequestId, int], wire.Grant] = field(default_factory=dict)
     farewells: list[wire.Route] = field(default_factory=list)
     programs: dict[str, wire.ProgramRow] = field(default_factory=dict)
     decisions: list[wire.Decision] = field(default_factory=list)
@@ -190,6 +191,7 @@ class FakeRouter:
         self.incarnation += 1
         self.serial = 0
         self.open_routes.clear()
+        self.said.clear()
         self.open()
 
     def ring(self) -> wire.Ring:
@@ -261,7 +263,11 @@ class FakeRouter:
     def answer(self, route: wire.Route) -> None:
         match self.mode:
             case "grant":
-                self.grant(route)
+                said = self.said.get((route.request, route.attempt))
+                if said is not None:  # as a real one: asked again, it says again what it said
+                    self.send(said)
+                    return
+                self.said[route.request, route.attempt] = self.grant(route)
             case "hold":
                 self.send(wire.Hold(route.request, route.attempt, self.hold_reason, 60.0))  # type: ignore[arg-type]
             case "overloaded":
@@ -1868,3 +1874,49 @@ async def test_a_finish_says_whether_a_tool_or_a_person_is_waited_for(model: Pro
             ("stop", "tool"),
             ("length", ""),
         ]
+
+
+async def test_a_farewell_leaves_a_trace_record_without_tokens_or_attempts(
+    model: PromptModel, tmp_path: Path
+) -> None:
+    prefix = tmp_path / "trace"
+    with TraceWriter(prefix) as trace:
+        async with running(model, trace=trace) as stack:
+            body = {"model": "m", "messages": HELLO, "max_tokens": 1}
+            await stack.client.post("/v1/chat/completions", json=body, headers=FINAL)
+    ((_, segment),) = segments(prefix)
+    (line,) = gzip.decompress(segment.read_bytes()).decode().splitlines()
+    record = json.loads(line)["event"]
+    assert record["agent_context"]["session_id"] == "s"
+    assert record["agent_context"]["session_final"] is True
+    assert record["agent_context"]["input_trigger"] == "user_message"
+    request = record["request"]
+    assert (request["attempts"], request["outcome"]) == (0, "finished")
+    assert request.get("output_tokens", 0) == 0
+    assert request["finish_reason_metadata"]["finish_reason"] == "stop"
+
+
+async def test_a_turn_held_for_two_reasons_has_both_in_its_record_and_metrics(
+    model: PromptModel, tmp_path: Path
+) -> None:
+    prefix = tmp_path / "trace"
+    with TraceWriter(prefix) as trace:
+        async with running(model, trace=trace) as stack:
+            stack.router.mode, stack.router.hold_reason = "hold", "admission"
+            asking = asyncio.ensure_future(stack.chat(program_id="s"))
+            await until(lambda: any(turn.is_held for turn in stack.service.table))
+            await asyncio.sleep(0.05)
+            ((route, _),) = stack.router.routes
+            stack.router.send(wire.Hold(route.request, route.attempt, "pressure", 60.0))
+            await until(lambda: next(iter(stack.service.table)).hold_reason == "pressure")
+            await asyncio.sleep(0.05)
+            stack.router.grant_all()
+            assert (await asking).status_code == 200
+            text = (await stack.client.get("/metrics")).text
+    for reason in ("admission", "pressure"):
+        assert f'fermata_frontend_hold_seconds_count{{reason="{reason}"}} 1.0' in text
+    ((_, segment),) = segments(prefix)
+    (line,) = gzip.decompress(segment.read_bytes()).decode().splitlines()
+    request = json.loads(line)["event"]["request"]
+    assert request["router_hold_reason"] == "pressure"
+    assert request["router_admission_wait_ms"] >= 100

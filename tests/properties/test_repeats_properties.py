@@ -18,6 +18,7 @@ from fermata.wire.messages import Sampling
 BLOCK = 2
 MEMORY_S = 50.0
 MOST_LEFT = 3
+PROMPTS = [[1], [1, 1], [1, 1, 2], [1, 1, 2, 2], [1, 1, 2, 2, 1], [2, 2], [2, 2, 1, 1]]
 SEEN: Counter[str] = Counter()
 
 
@@ -63,9 +64,9 @@ class RepeatsMachine(RuleBasedStateMachine):
             self.left.pop(0)
 
     @rule(
-        session=st.sampled_from(["", "a", "b"]),
-        tokens=st.lists(st.sampled_from([1, 2]), min_size=1, max_size=6),
-        max_tokens=st.sampled_from([5, 6]),
+        session=st.sampled_from(["a", "a", "a", "b", ""]),
+        tokens=st.sampled_from(PROMPTS),
+        max_tokens=st.sampled_from([5, 5, 6]),
     )
     def ask(self, session: str, tokens: list[int], max_tokens: int) -> None:
         self.forget()
@@ -104,7 +105,7 @@ class RepeatsMachine(RuleBasedStateMachine):
     def hold_or_grant(self, data: st.DataObject) -> None:
         waiting = [t for t in self.turns if t.granted_at is None]
         turn = data.draw(st.sampled_from(waiting))
-        if data.draw(st.booleans()):
+        if data.draw(st.sampled_from([True, True, False])):
             turn.is_held = True
         else:
             turn.is_held = False
@@ -125,7 +126,7 @@ class RepeatsMachine(RuleBasedStateMachine):
             self.left.append(turn)
         self.forget()
 
-    @rule(seconds=st.sampled_from([1.0, 20.0, 60.0]))
+    @rule(seconds=st.sampled_from([1.0, 5.0, 60.0]))
     def wait(self, seconds: float) -> None:
         self.now += seconds
 
@@ -136,10 +137,12 @@ class RepeatsMachine(RuleBasedStateMachine):
 
 
 class TestRepeats(RepeatsMachine.TestCase):
-    settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+    settings = settings(
+        max_examples=150, stateful_step_count=50, deadline=None, derandomize=True, database=None
+    )
 
 
 def test_every_case_was_met() -> None:
     """Runs after the machine above, in the same process."""
     for case in ("same", "goes on", "of one that was left", "forgotten"):
-        assert SEEN[case] > 10, (case, SEEN)
+        assert SEEN[case] >= 20, (case, SEEN)

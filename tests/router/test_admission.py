@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from msgspec import structs
 
 from fermata.core.ids import SessionId
+from fermata.core.ring import Ring
 from fermata.core.spec import (
+    AffinitySpec,
     AimdSpec,
     KvSpec,
     LeasesSpec,
@@ -179,14 +182,29 @@ def test_a_turn_that_does_not_stream_waits_no_longer_than_its_client(agents):
 
 
 def test_under_pressure_a_program_stays_where_its_kv_is(make_world):
-    agents = _agents(make_world, policy(), workers=2)
-    agents.turn("a", 60)
-    agents.turn("b", 80)
+    spec = structs.replace(policy(), session_affinity=AffinitySpec(mode="None"))
+    agents = _agents(make_world, spec, workers=2, features=["kv_events"])
+    agents.turn("a", 10)
+    agents.turn("b", 10)
+    slots = set()
+    for blocks in range(11, 31):
+        agents.turn("a", blocks)
+        slots.add(agents.program("a").slot)
+    assert slots == {0, 1}, "without affinity, and with room everywhere, it goes anywhere"
     slot = agents.program("a").slot
-    assert agents.ask("n", 60).reason == "admission"
-    for blocks in range(61, 66):
+    assert agents.ask("n", 96).reason == "admission"
+    for blocks in range(31, 51):
         agents.turn("a", blocks)
         assert agents.program("a").slot == slot
+
+
+def test_a_program_that_is_too_large_alone_is_not_marked(agents):
+    agents.ask("a", 90)
+    agents.world.progress(agents.frontend, agents.leases["a"], "tokens", output_tokens=8 * BLOCK)
+    agents.world.wait(6.0)
+    assert not agents.program("a").is_marked, "its leaving would only bring it back"
+    agents.finish("a")
+    assert isinstance(agents.ask("a", 91), wire.Grant)
 
 
 def test_a_migrated_turn_does_not_wait_for_admission_again(make_world):
@@ -428,3 +446,44 @@ def test_a_held_program_goes_as_soon_as_another_worker_can_take_it(agents):
     agents.world.worker("w1", kv_blocks={"device": PAGES})
     (grant,) = agents.world.take(wire.Grant)
     assert (grant.request, grant.worker, grant.hold_reason) == ("b1", "w1", "admission")
+
+
+def test_a_later_attempt_takes_the_place_of_one_that_is_held(agents):
+    agents.turn("a", 90)
+    assert agents.ask("b", 60).reason == "admission"
+    again = {"session": "b", "input_tokens": 60 * BLOCK, "attempt": 1}
+    answer = agents.world.route(agents.frontend, "b1", *agents.chain("b", 60), **again)
+    assert isinstance(answer, wire.Grant)
+    assert len(agents.program("b").turns) == 1
+    agents.world.progress(agents.frontend, answer.lease, "cancelled")
+    assert agents.program("b") is None
+
+
+def test_a_held_turn_whose_key_moves_leaves_no_program(agents):
+    agents.turn("a", 90)
+    assert agents.ask("b", 60).reason == "admission"
+    members = [("router-0", "tcp://127.0.0.1:1"), ("router-1", "tcp://127.0.0.1:2")]
+    key = next(k for k in "klmnopq" if Ring(1, dict(members)).router_for(k) == "router-1")
+    assert agents.ask("c", 60, key=key).reason == "admission"
+    agents.world.set_policy(policy(), ring=wire.Ring(1, members))
+    assert [moved.request for moved in agents.world.take(wire.Moved)][-1] == "c1"
+    assert agents.program("c") is None
+
+
+def test_a_lost_owner_leaves_nothing_of_its_turns(agents):
+    agents.turn("a", 90)
+    agents.ask("b", 60)
+    agents.ask("a", 91)
+    agents.world.say(agents.frontend, wire.Bye(1))
+    assert agents.program("b") is None
+    assert not agents.program("a").is_reasoning
+    assert agents.world.numbers["turns_waiting"] == 0
+
+
+def test_who_is_let_go_takes_the_room_of_who_follows(agents):
+    agents.turn("a", 90)
+    assert agents.ask("b", 50).reason == "admission"
+    assert agents.ask("c", 48).reason == "admission"
+    agents.bye("a")
+    assert [grant.request for grant in agents.world.take(wire.Grant)] == ["b1"]
+    assert agents.program("c").is_new, "both fit the empty slot, and not each other's threshold"

@@ -53,6 +53,8 @@ class ChainTrie:
         """By the hash at their handle."""
         self._sizes: dict[int, int] = {}
         self.refused_chains = 0
+        self._found: tuple[Hashes, Node, int] | None = None
+        """The last search, while no node was made, cut or dropped since: a turn is matched, then held."""
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -131,13 +133,16 @@ class ChainTrie:
 
     def _locate(self, chain: Hashes) -> tuple[Node, int]:
         """The deepest node that shares a block with `chain`, and how many blocks are shared in all."""
+        if self._found is not None and self._found[0] is chain:
+            return self._found[1], self._found[2]
         node = self._deepest_handle(chain)
         shared = _shared(node, chain, node.handle)
         if shared == node.end < len(chain):
             # The divergence may lie in a child, before the child's handle.
             child = node.children.get(chain[shared])
             if child is not None:
-                return child, _shared(child, chain, shared + 1)
+                node, shared = child, _shared(child, chain, shared + 1)
+        self._found = (chain, node, shared)
         return node, shared
 
     def _deepest_handle(self, chain: Hashes) -> Node:
@@ -226,10 +231,12 @@ class ChainTrie:
             self._file(child)
 
     def _file(self, node: Node) -> bool:
+        self._found = None
         place = node.chain[node.handle - 1]
         return self._nodes.setdefault(place, node) is node
 
     def _unfile(self, node: Node) -> None:
+        self._found = None
         del self._nodes[node.chain[node.handle - 1]]
 
     def check_integrity(self) -> None:

@@ -71,24 +71,25 @@ class Granting:
         """References only: what it takes to explain it is worked out if somebody asks."""
         state, choice = self._state, picked.choice
         ready = self._slots_ready(turn) if state.admission is not None else 0
+        # By position, in the order of Granted: by name it takes four times as long.
         state.decisions.granted(
             Granted(
-                at=now,
-                owner=turn.owner.id,
-                route=turn.route,
-                slot=picked.slot,
-                waited_s=grant.held_s,
-                eligible=choice.slots,
-                free=choice.free,
-                preferred=choice.preferred,
-                admitted=bool(ready & ~choice.slots),
-                match=picked.match,
-                shared=picked.shared,
-                scored=picked.scored.candidates,
-                costs=picked.scored.costs,
-                names=state.seats.names,
-                policy=state.policy.scheduler.type,
-                revision=grant.policy_revision,
+                now,
+                turn.owner.id,
+                turn.route,
+                picked.slot,
+                grant.held_s,
+                choice.slots,
+                choice.free,
+                choice.preferred,
+                bool(ready & ~choice.slots),
+                picked.match,
+                picked.shared,
+                picked.scored.candidates,
+                picked.scored.costs,
+                state.seats.names,
+                state.policy.scheduler.type,
+                grant.policy_revision,
             )
         )
 

@@ -62,8 +62,7 @@ class Budget:
         self._numbers = 0
 
     def joined(self, router: int, now: float) -> None:
-        """It booted, or is new: it acts on no share, whatever its predecessor was told, and wants
-        as much as that did."""
+        """It booted, or is new: it acts on no share yet, and wants as much as its predecessor did."""
         known = self._accounts.get(router)
         self._numbers += 1
         account = self._accounts[router] = _Account(now, number=self._numbers)
