@@ -97,3 +97,14 @@ def test_the_salt_comes_from_the_header_else_nvext_else_the_body() -> None:
     assert cache_salt(nvext, "c", {}) == "b"
     assert cache_salt(None, "c", {}) == "c"
     assert cache_salt({"cache_salt": 4}, 3, {}) == ""
+
+
+def test_numbers_come_as_text_from_gateways_and_as_nonsense_from_anyone() -> None:
+    said = {"priority": "soon", "osl": "12", "latency_sensitivity": "nan", "strict_priority": True}
+    hints = parse_hints({"agent_hints": said}, {})
+    assert (hints.priority, hints.osl, hints.latency_sensitivity, hints.strict_priority) == (
+        0,
+        12,
+        0.0,
+        0,
+    )

@@ -274,3 +274,48 @@ def test_inputs_of_a_history_are_what_was_said_before_each_answer() -> None:
     assert message_inputs(messages) == ["one\nmore", "two", "three"]
     assert message_inputs([{"role": "user", "content": "only"}]) == ["only"]
     assert message_inputs([]) == [""]
+
+
+def test_a_mended_body_is_judged_like_any_other() -> None:
+    cut = b'"content": "cut \\ud83d", "\\ud83d": 1'
+    raw = b'{"messages": [{"role": "user", ' + cut + b"}]}"
+    (message,) = decode_body(raw, CHAT).messages
+    assert message == {"role": "user", "content": "cut \ufffd", "\ufffd": 1}
+    with pytest.raises(InvalidTurn) as error:
+        decode_body(b'{"messages": "\\ud83d"}', CHAT)
+    assert error.value.param == "messages"
+    with pytest.raises(InvalidTurn):
+        decode_body(b'{"messages": "\\ud83d"', CHAT)
+
+
+def test_effort_and_template_arguments_reach_the_template() -> None:
+    body = chat(reasoning_effort="high", chat_template_kwargs={"enable_thinking": False})
+    assert body.template_variables == {"reasoning_effort": "high", "enable_thinking": False}
+    assert chat().template_variables == {}
+
+
+def test_inputs_are_read_from_whatever_shape_content_has() -> None:
+    messages = [
+        "nonsense",
+        {
+            "role": "user",
+            "content": ["plain", {"type": "image_url"}, {"text": 3}, {"text": "part"}],
+        },
+        {"role": "assistant"},
+        {"role": "tool", "content": None},
+    ]
+    assert message_inputs(messages) == ["plain\npart", ""]
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"type": "json_schema"},
+        {"type": "json_schema", "json_schema": {}},
+        {"type": "xml"},
+        {"type": 3},
+    ],
+)
+def test_a_response_format_that_says_nothing_is_refused(said: Any) -> None:
+    with pytest.raises(InvalidTurn, match=r"schema|response_format"):
+        sampling(chat(response_format=said))

@@ -487,3 +487,76 @@ def test_ends_that_are_no_finish_say_nothing_about_what_is_waited_for() -> None:
     effects = desk.table.cancel(desk.turn, desk.now)
     (end,) = [e.progress for e in effects if isinstance(e, Report)]
     assert (end.kind, end.gap) == ("cancelled", "")
+
+
+def test_words_about_another_attempt_or_another_turn_change_nothing() -> None:
+    desk = Desk()
+    desk.grant()
+    desk.accept()
+    turn, table = desk.turn, desk.table
+    table.hold(Hold(RequestId("r"), 0, "queue", 9.0), desk.now)
+    table.reject(Reject(RequestId("r"), 0, "overloaded", "busy"), desk.now)
+    table.moved(RequestId("r"), 3, desk.now)
+    table.moved(RequestId("r"), 0, desk.now)
+    table.accepted(Accepted(LeaseId(99), 0))
+    table.refused(Refused(LeaseId(99), 0, "failed", ""), desk.now)
+    table.hold(Hold(RequestId("other"), 0, "queue", 9.0), desk.now)
+    table.reject(Reject(RequestId("other"), 0, "overloaded", "busy"), desk.now)
+    table.moved(RequestId("other"), 0, desk.now)
+    table.revoke([12345], "unknown", desk.now)
+    assert turn.stage is Stage.GENERATING
+    assert not turn.is_held
+    assert desk.kinds(table.tick(desk.now + 1e6)) == []
+    assert desk.kinds(table.ask_again([turn], desk.now)) == []
+    assert desk.accept() == []
+
+
+def test_a_turn_that_ended_stays_as_it_ended() -> None:
+    desk = Desk()
+    desk.grant()
+    desk.output(0, [1], finish="stop")
+    turn, ended = desk.turn, desk.turn.outcome
+    lease = desk.last_grant.lease
+    assert desk.kinds(turn.revoked(lease, "worker_lost", desk.now)) == []
+    assert desk.kinds(turn.stop(desk.now)) == []
+    assert desk.kinds(turn.cancel(desk.now)) == []
+    assert desk.kinds(turn.fail(TurnFailed("late"), desk.now)) == []
+    assert desk.kinds(turn.output(OutputEntry(lease, 0, 1, 0), memoryview(b""), desk.now)) == []
+    assert turn.outcome is ended
+
+
+def test_a_failure_of_ours_gives_back_what_the_turn_holds() -> None:
+    desk = Desk()
+    assert desk.kinds(desk.table.fail(desk.turn, TurnFailed("x"), desk.now)) == ["Withdraw"]
+    desk = Desk()
+    desk.grant()
+    effects = desk.kinds(desk.table.fail(desk.turn, TurnFailed("x"), desk.now))
+    assert effects == ["failed:turn_failed", "Abort"]
+
+
+def test_a_stop_string_ends_a_turn_between_two_workers_too() -> None:
+    desk = Desk()
+    desk.grant()
+    desk.output(0, [1, 2])
+    desk.revoke("worker_lost")
+    assert desk.kinds(desk.table.stop(desk.turn, desk.now)) == ["Withdraw"]
+    assert desk.turn.outcome == Finished("stop")
+    assert desk.turn.usage.completion_tokens == 2
+
+
+def test_an_engine_that_says_too_much_is_cut_off() -> None:
+    desk = Desk(max_tokens=3)
+    desk.grant()
+    assert desk.output(0, [1, 2, 3, 4, 5])[-2:] == ["finished:length", "Abort"]
+    assert desk.said == [1, 2, 3]
+    assert desk.turn.outcome == Finished("length")
+
+
+def test_a_new_incarnation_asks_for_all_anew_and_blames_nobody() -> None:
+    desk = Desk()
+    assert desk.kinds(desk.table.disown_all(desk.now)) == ["Ask"]
+    desk.grant()
+    desk.accept()
+    assert desk.kinds(desk.table.disown_all(desk.now)) == ["failed:owner_lost", "Ask"]
+    assert (desk.turn.deaths, desk.turn.migrations, desk.turn.avoid) == (0, 0, [])
+    assert desk.table.seen(1, 2) == 0

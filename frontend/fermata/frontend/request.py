@@ -208,7 +208,7 @@ def _mended(value: Any) -> Any:  # noqa: ANN401  # any JSON
     if _is_list(value):
         return [_mended(one) for one in value]
     if _is_object(value):
-        return {key: _mended(one) for key, one in value.items()}
+        return {_mended(key): _mended(one) for key, one in value.items()}
     return value
 
 
