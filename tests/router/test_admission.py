@@ -146,6 +146,7 @@ def test_only_as_many_running_programs_are_marked_as_the_target_needs(agents):
     agents.finish("b")
     assert not agents.program("b").is_paused, "no longer needed"
     assert not agents.program("b").is_marked
+    assert agents.world.router.state.programs.counters["pauses"] == 1, "not even for a moment"
 
 
 def test_shared_prefixes_are_charged_once(agents):

@@ -34,11 +34,12 @@ AnswerT = TypeVar("AnswerT", bound=Message)
 class Routers:
     """Links that stay open between questions; make it inside the running loop."""
 
-    def __init__(self, endpoints: Endpoints) -> None:
+    def __init__(self, endpoints: Endpoints, *, page: int = PAGE, wait_s: float = WAIT_S) -> None:
         # Only a deployment that encrypts has one.
         keyring: str = getattr(endpoints, "keyring", "")
         self._context = new_context(load_keyring(Path(keyring)) if keyring else None)
         me = Peer(Role.OPERATOR, f"asking-{os.getpid()}", time.time_ns() // 1_000_000)
+        self._page, self._wait_s = page, wait_s
         self._news = asyncio.Event()
         self._answers: dict[str, Programs | Explanation] = {}
         self._request = RequestId("")
@@ -66,7 +67,7 @@ class Routers:
         found: dict[str, list[ProgramRow]] = {}
         after = SessionId("")
         while True:
-            asked = ProgramsRequest(new_request_id(), after=after, limit=PAGE)
+            asked = ProgramsRequest(new_request_id(), after=after, limit=self._page)
             pages = await self._ask(asked, Programs, asked.request)
             for name, page in pages.items():
                 found.setdefault(name, []).extend(page.programs)
@@ -85,7 +86,7 @@ class Routers:
         """Asked again until all have answered or it took too long: a link takes a moment to connect."""
         self._answers.clear()
         self._request = request
-        deadline = time.monotonic() + WAIT_S
+        deadline = time.monotonic() + self._wait_s
         while len(self._answers) < len(self._links) and time.monotonic() < deadline:
             for name, link in self._links.items():
                 if name not in self._answers and not link.blocked:
