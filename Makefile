@@ -60,7 +60,7 @@ test-unit: $(VENV)/.dev ## fast tests, no sockets (the wire's own excepted)
 	@$(PYTEST) --junitxml=$(BUILD)/junit/unit.xml $(wildcard $(UNIT))
 
 test-property: $(VENV)/.dev ## state machines against naive models
-	@$(PYTEST) --timeout=240 --junitxml=$(BUILD)/junit/property.xml tests/properties
+	@$(PYTEST) -n auto --timeout=400 --junitxml=$(BUILD)/junit/property.xml tests/properties
 
 test-integration: $(VENV)/.dev ## real sockets, one part at a time
 	@$(PYTEST) --junitxml=$(BUILD)/junit/integration.xml tests/integration
@@ -71,7 +71,7 @@ test-e2e: $(VENV)/.dev ## real processes, real clients, real faults
 cover: $(VENV)/.dev ## unit and property tests with branch coverage of the pure core (95 % or it fails)
 	@rm -f .coverage; code=0; \
 	$(PYTEST) --cov --cov-report= --junitxml=$(BUILD)/junit/unit.xml $(wildcard $(UNIT)) || code=1; \
-	$(PYTEST) --cov --cov-append --cov-report= --timeout=400 --junitxml=$(BUILD)/junit/property.xml \
+	$(PYTEST) -n auto --cov --cov-append --cov-report= --timeout=400 --junitxml=$(BUILD)/junit/property.xml \
 		tests/properties || code=1; \
 	$(BIN)/coverage json --quiet -o $(BUILD)/coverage.json --fail-under=0 || code=1; \
 	$(BIN)/python .ci/branch_coverage.py $(BUILD)/coverage.json || code=1; \

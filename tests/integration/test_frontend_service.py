@@ -160,6 +160,9 @@ class FakeRouter:
     routes: list[tuple[wire.Route, bytes]] = field(default_factory=list)
     progress: list[wire.LeaseProgress] = field(default_factory=list)
     fenced: set[int] = field(default_factory=set)
+    fenced_up_to: int = -1
+    tells: bool = True
+    """How far it has fenced."""
     hellos: list[wire.Hello] = field(default_factory=list)
     beats: list[wire.Heartbeat] = field(default_factory=list)
     claims: list[tuple[wire.LeaseClaims, bytes]] = field(default_factory=list)
@@ -202,7 +205,7 @@ class FakeRouter:
         match packet.message:
             case wire.Hello() as hello:
                 self.hellos.append(hello)
-                if hello.incarnation not in self.fenced:
+                if hello.incarnation not in self.fenced and hello.incarnation > self.fenced_up_to:
                     self.known.add(hello.incarnation)
                 self.send(
                     wire.Welcome(
@@ -216,13 +219,11 @@ class FakeRouter:
                 )
             case wire.Heartbeat() as beat:
                 self.beats.append(beat)
-                self.send(
-                    wire.HeartbeatAck(
-                        beat.incarnation in self.known, self.epoch, 3, len(self.workers)
-                    )
-                )
-            case wire.Route() | wire.Progress() if peer.incarnation not in self.known:
-                self.send(wire.Fault("unknown_peer", "say Hello"))
+                self.acknowledge(beat.incarnation in self.known)
+            case wire.Progress() if peer.incarnation not in self.known:
+                pass
+            case wire.Route() if peer.incarnation not in self.known:
+                self.acknowledge(False)
             case wire.Route(final=True, input_tokens=0) as route:
                 self.farewells.append(route)
                 if self.mode != "silent":
@@ -255,6 +256,10 @@ class FakeRouter:
                 self.byes += 1
             case _:
                 raise AssertionError(packet.message)
+
+    def acknowledge(self, known: bool) -> None:
+        fenced = self.fenced_up_to if self.tells else -1
+        self.send(wire.HeartbeatAck(known, self.epoch, 3, len(self.workers), fenced))
 
     def send(self, message: wire.Message, frame: bytes = b"") -> None:
         assert self.peer is not None
@@ -951,6 +956,28 @@ async def test_a_frontend_that_was_taken_for_dead_comes_back_as_another(model: P
             assert content(await reader.end()) == TEXT
         assert stack.router.known == {stack.service.incarnation}
         assert stack.service.table.migrations == 0
+
+
+async def test_a_clock_that_was_set_back_does_not_keep_a_frontend_out(model: PromptModel) -> None:
+    async with running(model) as stack:
+        stack.router.fenced_up_to = stack.service.incarnation + 10**10
+        stack.router.known.clear()
+        response = await stack.chat()
+        assert response.status_code == 200
+        assert stack.service.incarnation == stack.router.fenced_up_to + 1
+        assert len({hello.incarnation for hello in stack.router.hellos}) == 2
+
+
+async def test_a_name_that_is_taken_is_not_fought_for_at_full_speed(model: PromptModel) -> None:
+    async with running(model) as stack:
+        stack.router.fenced_up_to, stack.router.tells = 1 << 62, False
+        stack.router.known.clear()
+        started = asyncio.get_running_loop().time()
+        waiting = asyncio.ensure_future(stack.chat())
+        await until(lambda: len({hello.incarnation for hello in stack.router.hellos}) >= 3)
+        assert asyncio.get_running_loop().time() - started > 0.9, "one incarnation a second"
+        stack.router.fenced_up_to = -1
+        assert (await waiting).status_code == 200
 
 
 async def test_a_worker_that_was_told_of_our_death_is_believed(model: PromptModel) -> None:

@@ -49,6 +49,7 @@ class TestDeath:
         assert world.numbers["owners"] == 0
         (ack,) = world.beat(dead)
         assert not ack.known
+        assert ack.fenced == 7
         (welcome,) = world.say(dead, wire.Hello("frontend", "f", 7))
         assert isinstance(welcome, wire.Welcome), "the same boot of the router: so it knows"
         assert world.numbers["owners"] == 0
@@ -57,6 +58,10 @@ class TestDeath:
         assert not answer.known
         back = world.frontend("f", incarnation=8)
         assert world.grant(back, "r1", attempt=1)
+        (ack,) = world.beat(dead)
+        assert (ack.known, ack.fenced) == (False, -1), (
+            "its successor lives, and is not to be passed"
+        )
 
     def test_its_waiting_turns_are_forgotten(self, world):
         frontend = world.frontend()

@@ -9,7 +9,13 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 import zmq
 
-from fermata.wire.codec import MAX_FRAME_BYTES, MAX_HEADER_BYTES, decode
+from fermata.wire.codec import (
+    MAX_FRAME_BYTES,
+    MAX_HEADER_BYTES,
+    decode,
+    encode,
+    encode_batch,
+)
 from fermata.wire.messages import (
     Bye,
     Drain,
@@ -30,6 +36,7 @@ from fermata.wire.messages import (
     Welcome,
 )
 from fermata.wire.socket import (
+    DRAIN_LIMIT,
     HIGH_WATER_MARK,
     OUTBOX_BYTES,
     Link,
@@ -296,6 +303,37 @@ async def test_a_link_finds_its_listener_again_and_says_when_it_can_send():
     await until(lambda: ends.got)
     await until(lambda: not link.blocked)
     ends.close()
+
+
+async def test_a_flood_of_batches_leaves_turns_of_the_loop_to_others():
+    context = new_context()
+    loop = asyncio.get_running_loop()
+    turns: list[int] = [0]
+    listener = Listener(
+        context, "tcp://127.0.0.1:*", role=Role.ROUTER, receive=lambda *_: count(turns)
+    )
+
+    def count(turns: list[int]) -> None:
+        turns[-1] += 1
+
+    def next_turn() -> None:
+        turns.append(0)
+        if sum(turns) < 64 * 1000:
+            loop.call_soon(next_turn)
+
+    raw = context.socket(zmq.DEALER)
+    raw.setsockopt(zmq.IDENTITY, FRONTEND.identity)
+    raw.setsockopt(zmq.LINGER, 0)
+    raw.connect(listener.endpoint)
+    batch = encode_batch([encode(Bye(1))] * 1000)
+    for _ in range(64):
+        raw.send_multipart(batch)
+    loop.call_soon(next_turn)
+    await until(lambda: sum(turns) == 64 * 1000, within_s=30)
+    assert max(turns) <= DRAIN_LIMIT + 1000
+    raw.close()
+    listener.close()
+    context.term()
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,9 @@ class Owner(Protocol):
         """It answers now: ask it about the turns that wait for it."""
         ...
 
-    def on_fenced(self) -> None: ...
+    def on_fenced(self, fenced: int) -> bool:
+        """This incarnation was taken for dead, as were all up to `fenced` (-1: that is not known)."""
+        ...
 
     def on_ring(self) -> None:
         """Keys may belong to other routers now."""
@@ -59,6 +61,8 @@ class RouterPeer:
     heard_at: float = 0.0
     workers_ready: int = 0
     forgot_us: bool = False
+    fenced: int = -1
+    """As it last said: see HeartbeatAck."""
     outbox: list[wire.LeaseProgress] = field(default_factory=list[wire.LeaseProgress])
     latest: dict[LeaseId, int] = field(default_factory=dict[LeaseId, int])
     """Where in the outbox the last word about a lease is."""
@@ -269,6 +273,7 @@ class RouterLinks:
         if not ack.known:
             peer.answers = False
             peer.forgot_us = peer.welcome is not None
+            peer.fenced = ack.fenced
             self._hello(peer)
         elif ack.ring_epoch > self.ring.epoch:
             self._hello(peer)
@@ -277,8 +282,8 @@ class RouterLinks:
         known = peer.welcome
         is_same_boot = known is not None and known.incarnation == welcome.incarnation
         if is_same_boot and peer.forgot_us:
-            log.warning("fenced by router=%s", peer.id)
-            self._owner.on_fenced()
+            # Not yet another incarnation: then the next tick says Hello, and this comes again.
+            self._owner.on_fenced(peer.fenced)
             return
         peer.forgot_us = False
         peer.welcome = welcome

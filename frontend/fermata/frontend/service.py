@@ -39,6 +39,8 @@ from fermata.wire.socket import Context, NoEndpoint, Packet, Peer, Unsendable
 log = logging.getLogger(__name__)
 
 TICK_S = 0.25
+REBIRTH_S = 1.0
+"""Between two incarnations of one process."""
 SECOND_S = 1.0 - TICK_S / 8
 """Between two heartbeats; a tick that comes a little early is in time."""
 _LEASE_ENDS = frozenset({"finished", "cancelled", "failed"})
@@ -56,6 +58,7 @@ class FrontendService:
         self._loop = asyncio.get_running_loop()
         self._me = Peer(wire.Role.FRONTEND, config.id, _new_incarnation(0))
         self._endpoints: dict[LeaseId, str] = {}
+        self._reborn_at = -REBIRTH_S
         self.routers = RouterLinks(
             context=context,
             me=self._me,
@@ -169,14 +172,21 @@ class FrontendService:
     def on_ring(self) -> None:
         self._act(self.table.ask_again(self.table.routing, self.clock.now()))
 
-    def on_fenced(self) -> None:
-        """No lease of this incarnation holds any more, anywhere: come back as another."""
-        self._me = Peer(self._me.role, self._me.id, _new_incarnation(self._me.incarnation))
-        log.warning("new incarnation=%d turns=%d", self.incarnation, len(self.table))
+    def on_fenced(self, fenced: int) -> bool:
+        """No lease of this incarnation holds any more, anywhere: come back as another. False: not so soon again, or
+        two of one name would do nothing else."""
+        now = self._loop.time()
+        if now < self._reborn_at + REBIRTH_S:
+            return False
+        self._reborn_at = now
+        last = max(fenced, self._me.incarnation)
+        self._me = Peer(self._me.role, self._me.id, _new_incarnation(last))
+        log.warning("fenced, new incarnation=%d turns=%d", self.incarnation, len(self.table))
         self.routers.reopen(self._me)
         self.workers.reopen(self._me)
         self._act(self.table.disown_all(self.clock.now()))
         self._endpoints.clear()
+        return True
 
     def _on_worker_packet(self, packet: Packet) -> None:
         message = packet.message
@@ -186,9 +196,8 @@ class FrontendService:
             case wire.Accepted():
                 self._act(self.table.accepted(message))
             case wire.Refused():
-                if message.code == "fenced" and message.lease in self._endpoints:
-                    self.on_fenced()
-                else:
+                is_fenced = message.code == "fenced" and message.lease in self._endpoints
+                if not (is_fenced and self.on_fenced(-1)):
                     self._act(self.table.refused(message, self.clock.now()))
             case _:
                 pass

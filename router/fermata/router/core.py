@@ -244,10 +244,11 @@ class Router:
 
     def _acknowledge(self, sender: Peer, *, known: bool) -> None:
         state = self.state
+        fenced = -1 if known else state.owners.fenced_up_to(sender)
         state.effects.send(
             sender,
             wire.HeartbeatAck(
-                known, state.ring.epoch, state.policy_revision, state.workers.ready_count
+                known, state.ring.epoch, state.policy_revision, state.workers.ready_count, fenced
             ),
         )
 

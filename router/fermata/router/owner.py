@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from fermata.router.expiry import Expiry
 from fermata.router.reconcile import Doubt
+from fermata.wire.messages import Role
 from fermata.wire.roles import Peer
 
 _MOST_FENCES = 4096
@@ -56,6 +57,11 @@ class Owners:
 
     def is_fenced(self, peer: Peer) -> bool:
         return peer.incarnation <= self._fences.get(peer.id, -1)
+
+    def fenced_up_to(self, peer: Peer) -> int:
+        """Which of its incarnations it has to leave behind; -1: none, or another boot of it is here, which lives."""
+        is_owner = peer.role is Role.FRONTEND and peer.id not in self._owners
+        return self._fences.get(peer.id, -1) if is_owner else -1
 
     def fence(self, peer: Peer) -> None:
         self._fences[peer.id] = max(peer.incarnation, self._fences.pop(peer.id, -1))

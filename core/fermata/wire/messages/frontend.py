@@ -29,6 +29,9 @@ class HeartbeatAck(Message, frozen=True, tag=31):
     ring_epoch: int
     policy_revision: int
     workers_ready: int
+    fenced: int = -1
+    """With `known` false: incarnations of the sender up to this one were taken for dead, so only a
+    later one is let in. Its clock alone does not say so: clocks are set back."""
 
 
 class LeaseListRequest(Message, frozen=True, tag=32):

@@ -36,7 +36,7 @@ class Routers:
 
     def __init__(self, endpoints: Endpoints, *, page: int = PAGE, wait_s: float = WAIT_S) -> None:
         # Only a deployment that encrypts has one.
-        keyring: str = getattr(endpoints, "keyring", "")
+        keyring: str = endpoints.keyring
         self._context = new_context(load_keyring(Path(keyring)) if keyring else None)
         me = Peer(Role.OPERATOR, f"asking-{os.getpid()}", time.time_ns() // 1_000_000)
         self._page, self._wait_s = page, wait_s
