@@ -13,7 +13,7 @@ PYTHON = $(shell for p in python3.11 python3.12 python3.13 python3.14 python3; d
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $$p && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help up sync fmt lint type test test-unit test-property test-integration test-e2e cover bench ci clean
+.PHONY: help up sync fmt lint type test test-unit test-property test-integration test-e2e test-soak soak cover bench ci clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -54,7 +54,7 @@ type: $(VENV)/.dev ## mypy and pyright, both strict
 	@$(BIN)/mypy .ci/verdict.py .ci/branch_coverage.py benchmarks/bench.py examples/chat.py
 	@$(BIN)/pyright
 
-test: test-unit test-property test-integration test-e2e ## all tests
+test: test-unit test-property test-integration test-e2e test-soak ## all tests
 
 test-unit: $(VENV)/.dev ## fast tests, no sockets (the wire's own excepted)
 	@$(PYTEST) --junitxml=$(BUILD)/junit/unit.xml $(wildcard $(UNIT))
@@ -67,6 +67,13 @@ test-integration: $(VENV)/.dev ## real sockets, one part at a time
 
 test-e2e: $(VENV)/.dev ## real processes, real clients, real faults
 	@$(PYTEST) --timeout=180 --junitxml=$(BUILD)/junit/e2e.xml tests/e2e
+
+test-soak: $(VENV)/.dev ## 256 programs at twice the KV while clients leave and workers die
+	@$(PYTEST) -s --timeout=280 --junitxml=$(BUILD)/junit/soak.xml tests/soak
+
+soak: $(VENV)/.dev ## the same with 2,048 programs on 16 workers (PROGRAMS=2048 WORKERS=16), by hand
+	@FERMATA_SOAK_PROGRAMS=$(or $(PROGRAMS),2048) FERMATA_SOAK_WORKERS=$(or $(WORKERS),16) \
+		$(PYTEST) -s --timeout=1800 tests/soak
 
 cover: $(VENV)/.dev ## unit and property tests with branch coverage of the pure core (95 % or it fails)
 	@rm -f .coverage; code=0; \
