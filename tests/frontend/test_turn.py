@@ -14,7 +14,14 @@ from fermata.core.errors import (
     TurnFailed,
 )
 from fermata.core.hashing import sequence_hashes, token_frame
-from fermata.core.ids import LeaseId, RequestId, RoutingKey, WorkerId, make_lease_id
+from fermata.core.ids import (
+    LeaseId,
+    RequestId,
+    RoutingKey,
+    SessionId,
+    WorkerId,
+    make_lease_id,
+)
 from fermata.core.lease_digest import LeaseDigest
 from fermata.frontend.turn import MAX_ATTEMPTS, Turn
 from fermata.frontend.turn_model import (
@@ -28,10 +35,12 @@ from fermata.frontend.turn_model import (
     TurnSpec,
 )
 from fermata.frontend.turn_table import GiveBack, TableEffect, TurnTable
+from fermata.wire.codec import encode
 from fermata.wire.messages import (
     Accepted,
     Grant,
     Hold,
+    LeaseClaims,
     LeaseProgress,
     Output,
     OutputEntry,
@@ -405,10 +414,43 @@ def test_digest_and_seen_are_of_one_router_and_one_boot() -> None:
     assert desk.table.seen(1, 2) == lease
     assert desk.table.seen(1, 3) == 0
     assert desk.table.leases_of(1) == [lease]
-    claims, frame = desk.table.claims(1)
+    ((said, frame),) = desk.table.claims(1)
+    claims = said.claims
+    assert said.last
     assert [claim.lease for claim in claims] == [lease]
     assert frame == desk.turn.spec.hashes
-    assert desk.table.claims(9) == ([], b"")
+    assert list(desk.table.claims(9)) == [(LeaseClaims([]), b"")]
+
+
+@pytest.mark.parametrize(("turns", "blocks"), [(2500, 0), (20, 1 << 17)])
+def test_claims_of_any_number_and_length_come_in_messages_that_a_router_takes(
+    turns: int, blocks: int
+) -> None:
+    table = TurnTable(TurnLimits())
+    longest = "x" * 256
+    for serial in range(1, turns + 1):
+        spec = TurnSpec(
+            request=RequestId(f"r{serial}"),
+            key=RoutingKey(longest),
+            model="m",
+            prompt=PROMPT,
+            hashes=bytes(8 * blocks),
+            block_size=4,
+            seed=1,
+            sampling=Sampling(max_tokens=9),
+            session=SessionId(longest),
+            parent=SessionId(longest),
+        )
+        table.start(spec, reader=Reader(), now=0.0)
+        lease = make_lease_id(router=1, incarnation=2, serial=serial)
+        table.grant(Grant(spec.request, 0, lease, WorkerId("w"), "at-w", 0, {}, 1), 0.0)
+    messages = list(table.claims(1))
+    assert len(messages) == 2
+    assert [said.last for said, _ in messages] == [False, True]
+    for said, frame in messages:
+        assert sum(claim.blocks for claim in said.claims) * 8 == len(frame)
+        assert encode(said, frame), "else it raises"
+    assert len({claim.lease for said, _ in messages for claim in said.claims}) == turns
 
 
 def test_a_router_that_booted_is_asked_with_the_time_already_waited() -> None:

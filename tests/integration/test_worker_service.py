@@ -17,6 +17,7 @@ from fermata.core.ids import (
     OwnerId,
     RequestId,
     RouterId,
+    RoutingKey,
     SessionId,
     WorkerId,
     make_lease_id,
@@ -323,6 +324,45 @@ async def test_generate_is_idempotent_and_bad_ones_are_refused_by_code(bench: Be
         (lease(2), "invalid"),
         (lease(3), "invalid"),
     ]
+
+
+async def test_what_is_another_frontends_is_not_to_be_had_by_naming_it(bench: Bench):
+    await bench.registered()
+    link, mail = bench.frontend()
+    link.send(generate(1, max_tokens=200), PROMPT)
+    await until(lambda: tokens_of(mail, 1))
+    thief, loot = bench.frontend("thief")
+    thief.send(wire.Abort(), array("Q", [lease(1)]))
+    thief.send(generate(1, max_tokens=200), PROMPT)  # in the owner's name
+    thief.send(generate(1, max_tokens=200, owner="thief"), PROMPT)
+    thief.send(generate(2, owner="f"), PROMPT)
+    thief.send(generate(3, owner="thief", incarnation=2), PROMPT)
+    await until(lambda: len(loot.of(wire.Refused)) == 4)
+    assert {refused.code for refused in loot.of(wire.Refused)} == {"invalid"}
+    await until(lambda: finishes(mail))
+    assert finishes(mail) == {lease(1): "length"}
+    assert len(tokens_of(mail, 1)) == 200
+    assert not loot.of(wire.Output)
+
+
+async def test_a_snapshot_with_very_many_sessions_still_fits_its_messages(bench: Bench):
+    await bench.registered()
+    link, mail = bench.frontend()
+    names = [f"{i:05d}" + "x" * 251 for i in range(5000)]
+    link.send(generate(1, session=names[0]), PROMPT)
+    await until(lambda: finishes(mail))
+    for name in names[1:]:  # as after so many turns
+        bench.service.sessions.begin(
+            SessionId(name), parent=SessionId(name), key=RoutingKey(name), rank=0, tokens=1, now=0.0
+        )
+    bench.mail.clear()
+    bench.to_worker(wire.SnapshotRequest(0, 2))
+    await until(lambda: any(chunk.last for chunk in bench.mail.of(wire.SnapshotChunk)))
+    chunks = bench.mail.of(wire.SnapshotChunk)
+    assert [chunk.index for chunk in chunks] == list(range(len(chunks)))
+    assert [record.session for chunk in chunks for record in chunk.sessions] == names
+    stored = [p.frame.nbytes for p in bench.mail if isinstance(p.message, wire.SnapshotChunk)]
+    assert stored[0] >= 5 * 8
 
 
 async def test_a_drained_worker_finishes_its_turns_and_only_then_says_drained(bench: Bench):

@@ -347,7 +347,8 @@ class Network(RuleBasedStateMachine):
         self.asked.clear()
         self.granted.clear()
         self.leases = {}
-        claims, frame = self.table.claims(3)
+        ((said, frame),) = self.table.claims(3)
+        claims = said.claims
         assert sum(claim.blocks for claim in claims) * 8 == len(frame)
         for claim in claims:
             self.leases[claim.lease] = (claim.request, claim.attempt, claim.worker)

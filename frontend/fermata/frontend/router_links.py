@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -64,6 +65,10 @@ class RouterPeer:
     fenced: int = -1
     """As it last said: see HeartbeatAck."""
     outbox: list[wire.LeaseProgress] = field(default_factory=list[wire.LeaseProgress])
+    claims: deque[tuple[wire.LeaseClaims, bytes]] = field(
+        default_factory=deque[tuple[wire.LeaseClaims, bytes]]
+    )
+    """What we own, still to be told its new boot."""
     latest: dict[LeaseId, int] = field(default_factory=dict[LeaseId, int])
     """Where in the outbox the last word about a lease is."""
 
@@ -249,8 +254,18 @@ class RouterLinks:
             return
         self._hello(peer)
         if peer.answers:
+            self._send_claims(peer)
             self.flush()
             self._owner.on_welcome(router)
+
+    def _send_claims(self, peer: RouterPeer) -> None:
+        """Each may fill the link for a turn of the loop."""
+        while peer.claims:
+            if not peer.link.send(*peer.claims[0]):
+                if not peer.link.blocked:  # else `_writable` goes on
+                    self._loop.call_soon(self._send_claims, peer)
+                return
+            peer.claims.popleft()
 
     def _receive(self, router: RouterId, packet: Packet) -> None:
         peer = self._peers.get(router)
@@ -292,8 +307,8 @@ class RouterLinks:
         if not is_same_boot:
             log.info("welcome router=%s incarnation=%d", peer.id, welcome.incarnation)
             peer.take()  # of a boot that is gone; the claims say what still runs
-            claims, frame = self._table.claims(welcome.number)
-            peer.link.send(wire.LeaseClaims(claims), frame)
+            peer.claims = deque(self._table.claims(welcome.number))
+            self._send_claims(peer)
         peer.answers = True
         self.flush()
         self.adopt(welcome.ring)

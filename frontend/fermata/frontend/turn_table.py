@@ -37,6 +37,7 @@ from fermata.wire.messages import (
     Grant,
     Hold,
     LeaseClaim,
+    LeaseClaims,
     LeaseProgress,
     Output,
     Refused,
@@ -44,6 +45,9 @@ from fermata.wire.messages import (
 )
 
 REMEMBERED_LEASES = 8192
+CLAIMS = 2048
+CLAIM_BYTES = 16 << 20
+"""Of one message: far below what a router takes."""
 _END = frozenset({"finished", "cancelled", "failed"})
 
 
@@ -222,15 +226,23 @@ class TurnTable:
         told = (turn.progress() for turn in self._by_lease.values())
         return [entry for entry in told if entry is not None]
 
-    def claims(self, router: int) -> tuple[list[LeaseClaim], bytes]:
-        """Everything owned of this router number, for its new boot; the frame has their hashes."""
+    def claims(self, router: int) -> Iterator[tuple[LeaseClaims, bytes]]:
+        """Everything owned of this router number, for its new boot, in messages of a size that is taken; each
+        frame has the hashes of its claims."""
         claims: list[LeaseClaim] = []
         frames: list[bytes] = []
+        size = 0
         for lease, turn in self._by_lease.items():
-            if lease_router(lease) == router:
-                frames.append(turn.input_hashes())
-                claims.append(_claim(lease, turn))
-        return claims, b"".join(frames)
+            if lease_router(lease) != router:
+                continue
+            hashes = turn.input_hashes()
+            if claims and (size + len(hashes) > CLAIM_BYTES or len(claims) == CLAIMS):
+                yield LeaseClaims(claims, last=False), b"".join(frames)
+                claims, frames, size = [], [], 0
+            claims.append(_claim(lease, turn))
+            frames.append(hashes)
+            size += len(hashes)
+        yield LeaseClaims(claims), b"".join(frames)
 
     def check_integrity(self) -> None:
         """For tests: every index agrees with the turns themselves."""

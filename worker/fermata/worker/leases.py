@@ -48,6 +48,10 @@ class Attempts:
     def get(self, lease: LeaseId) -> Attempt | None:
         return self._attempts.get(lease)
 
+    def is_of(self, owner: Peer, lease: LeaseId) -> bool:
+        """Whether that boot of a frontend has it here; what is another's is not to be touched."""
+        return lease in self._owners.get(owner, ())
+
     def add(self, attempt: Attempt) -> None:
         assert attempt.lease not in self._attempts
         self._attempts[attempt.lease] = attempt

@@ -35,6 +35,8 @@ from fermata.worker.sessions import Sessions
 log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 1.0
+SNAPSHOT_SESSIONS = 2048
+"""Records a chunk: with the longest ids half of what a message's header may have."""
 LEAVE_AFTER_S = 0.25
 OWED_S = 2.0
 """Real seconds past a drain's deadline that a frontend which does not read is waited for."""
@@ -77,7 +79,7 @@ class WorkerService:
         self._fences = Fences()
         self._revoked: OrderedDict[LeaseId, None] = OrderedDict()
         """Leases that ended before they came: their Generate may still be under way."""
-        self._sessions = Sessions()
+        self.sessions = Sessions()
         self._events = [RankEvents(rank) for rank in range(len(engines))]
         self._budgets = [
             Budget(engine.info.kv_blocks["device"] * engine.info.block_size) for engine in engines
@@ -173,7 +175,7 @@ class WorkerService:
             "steps": float(sum(load.steps for load in loads)),
             "output_tokens": float(sum(load.output_tokens for load in loads)),
             "preemptions": float(sum(load.preemptions for load in loads)),
-            "sessions": float(len(self._sessions)),
+            "sessions": float(len(self.sessions)),
             "owners": float(self._attempts.owner_count),
             "fenced": float(len(self._fences)),
             "refused": float(self.refused),
@@ -190,7 +192,8 @@ class WorkerService:
                 self._generate(peer, generate, packet.frame)
             case wire.Abort():
                 for lease in packet.frame.cast("Q"):
-                    self._abort(LeaseId(lease), "")
+                    if self._attempts.is_of(peer, LeaseId(lease)):
+                        self._abort(LeaseId(lease), "")
             case wire.StatusRequest():
                 self._listener.send(peer, self.status())
             case wire.Drain(deadline_s):
@@ -202,7 +205,8 @@ class WorkerService:
 
     def _generate(self, peer: Peer, generate: wire.Generate, frame: memoryview) -> None:
         known = self._attempts.get(generate.lease)
-        if known is not None and known.generate.attempt == generate.attempt:
+        is_repeat = known is not None and known.generate.attempt == generate.attempt
+        if is_repeat and self._attempts.is_of(peer, generate.lease):
             self._listener.send(peer, wire.Accepted(generate.lease, generate.attempt))
             return
         try:
@@ -226,6 +230,8 @@ class WorkerService:
     def _submit(self, peer: Peer, generate: wire.Generate, frame: memoryview) -> None:
         if self._state != "serving":
             raise EngineRefused("draining", "the worker is draining")
+        if (generate.owner, generate.incarnation) != (peer.id, peer.incarnation):
+            raise EngineRefused("invalid", f"{peer.id} is not the {generate.owner} it speaks for")
         if self._fences.holds(generate.owner, generate.incarnation):
             raise EngineRefused("fenced", f"{generate.owner} was declared dead; say Hello anew")
         if generate.lease in self._revoked:
@@ -250,7 +256,7 @@ class WorkerService:
         self._attempts.add(
             Attempt(peer, generate, request.length, OutputBuffer(generate.lease, generate.attempt))
         )
-        self._sessions.begin(
+        self.sessions.begin(
             generate.session,
             parent=generate.parent,
             key=generate.key,
@@ -381,7 +387,9 @@ class WorkerService:
             return []
         events = self._events[request.rank]
         parts = list(events.snapshot())
-        sessions = list(self._sessions.records(request.rank, self._clock.now()))
+        sessions = list(self.sessions.records(request.rank, self._clock.now()))
+        while len(parts) * SNAPSHOT_SESSIONS < len(sessions):
+            parts.append(([], array("Q")))
         last = len(parts) - 1
         return [
             (
@@ -392,7 +400,7 @@ class WorkerService:
                     last=index == last,
                     sequence=events.last,
                     stored=runs,
-                    sessions=sessions if index == last else [],
+                    sessions=sessions[index * SNAPSHOT_SESSIONS :][:SNAPSHOT_SESSIONS],
                 ),
                 hashes,
             )
@@ -427,7 +435,7 @@ class WorkerService:
     def _finished(self, attempt: Attempt) -> None:
         self._attempts.finish(attempt)
         generate = attempt.generate
-        self._sessions.end(
+        self.sessions.end(
             generate.session,
             tokens=attempt.input_tokens + attempt.output.made,
             final=generate.final and attempt.output.finish in ("stop", "length"),
