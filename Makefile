@@ -57,7 +57,7 @@ type: $(VENV)/.dev ## mypy and pyright, both strict
 test: test-unit test-property test-integration test-e2e test-soak ## all tests
 
 test-unit: $(VENV)/.dev ## fast tests, no sockets (the wire's own excepted)
-	@$(PYTEST) --junitxml=$(BUILD)/junit/unit.xml $(wildcard $(UNIT))
+	@$(PYTEST) -n auto --junitxml=$(BUILD)/junit/unit.xml $(wildcard $(UNIT))
 
 test-property: $(VENV)/.dev ## state machines against naive models
 	@$(PYTEST) -n auto --timeout=400 --junitxml=$(BUILD)/junit/property.xml tests/properties
@@ -77,7 +77,7 @@ soak: $(VENV)/.dev ## the same with 2,048 programs on 16 workers (PROGRAMS=2048 
 
 cover: $(VENV)/.dev ## unit and property tests with branch coverage of the pure core (95 % or it fails)
 	@rm -f .coverage; code=0; \
-	$(PYTEST) --cov --cov-report= --junitxml=$(BUILD)/junit/unit.xml $(wildcard $(UNIT)) || code=1; \
+	$(PYTEST) -n auto --cov --cov-report= --junitxml=$(BUILD)/junit/unit.xml $(wildcard $(UNIT)) || code=1; \
 	$(PYTEST) -n auto --cov --cov-append --cov-report= --timeout=400 --junitxml=$(BUILD)/junit/property.xml \
 		tests/properties || code=1; \
 	$(BIN)/coverage json --quiet -o $(BUILD)/coverage.json --fail-under=0 || code=1; \
