@@ -44,7 +44,7 @@ def sampling_of(
     wanted = _max_tokens(body)
     max_tokens = room if wanted is None else min(max(wanted, 1), room)
     said: dict[str, Any] = {}
-    for name, low, high in _NUMBERS:
+    for name, low, high in _NUMBERS if _says_numbers(body) else ():
         value = getattr(body, name)
         if value is not None:
             said[name] = _within(value, low, high, name)
@@ -63,6 +63,15 @@ def sampling_of(
         structured=_structured(body),
         **said,
     )
+
+
+def _says_numbers(body: GenerationBody) -> bool:
+    """Most requests say none of them, and one look finds that out."""
+    said = {
+        body.temperature, body.top_p, body.min_p, body.presence_penalty, body.frequency_penalty,
+        body.repetition_penalty,
+    }  # fmt: skip
+    return said != {None}
 
 
 def check_fits(body: ChatBody | CompletionBody, *, input_tokens: int, context_length: int) -> None:

@@ -213,14 +213,14 @@ class FrontendService:
     def _act(self, effects: Iterable[TableEffect]) -> None:
         for effect in effects:
             match effect:
-                case Ask(turn):
-                    self._ask(turn)
-                case Dispatch(turn):
-                    self._dispatch(turn)
                 case Report(_, progress) | GiveBack(progress):
                     self.routers.report(progress)
                     if progress.kind in _LEASE_ENDS:
                         self._release(progress)
+                case Ask(turn):
+                    self._ask(turn)
+                case Dispatch(turn):
+                    self._dispatch(turn)
                 case Abort(_, endpoint, lease):
                     self.workers.abort(endpoint, lease)
                 case Withdraw(turn):

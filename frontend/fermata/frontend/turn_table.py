@@ -125,7 +125,8 @@ class TurnTable:
         self._turns[spec.request] = turn
         self.repeats.began(spec, turn)
         self.counters.turns += 1
-        return turn, self._kept(turn, turn.start())
+        self._routing[spec.request] = turn
+        return turn, turn.start()
 
     def grant(self, grant: Grant, now: float) -> list[TableEffect]:
         self._see(grant.lease)
@@ -156,7 +157,7 @@ class TurnTable:
 
     def accepted(self, accepted: Accepted) -> Effects:
         turn = self._by_lease.get(accepted.lease)
-        return () if turn is None else self._kept(turn, turn.accepted(accepted.lease))
+        return () if turn is None else turn.accepted(accepted.lease)  # no index knows of it
 
     def refused(self, refused: Refused, now: float) -> Effects:
         turn = self._by_lease.get(refused.lease)
@@ -177,8 +178,9 @@ class TurnTable:
                 self.counters.stale_outputs += 1
             else:
                 done = turn.output(entry, tokens[at:end], now)
-                if done:
-                    effects.extend(self._kept(turn, done))
+                if turn.stage is not Stage.GENERATING:  # else it is where it was in every index
+                    self._kept(turn, done)
+                effects.extend(done)
             at = end
         return effects
 
