@@ -7,7 +7,13 @@ from dataclasses import dataclass
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from fermata.core.hashing import sequence_hashes, token_frame
 from fermata.core.ids import RequestId, RoutingKey, SessionId
@@ -136,13 +142,17 @@ class RepeatsMachine(RuleBasedStateMachine):
         assert len(self.repeats) <= len([t for t in self.turns if t.session]) + MOST_LEFT
 
 
-class TestRepeats(RepeatsMachine.TestCase):
-    settings = settings(
-        max_examples=150, stateful_step_count=50, deadline=None, derandomize=True, database=None
+def test_a_repeat_keeps_its_age_and_every_case_was_met() -> None:
+    SEEN.clear()
+    run_state_machine_as_test(
+        RepeatsMachine,
+        settings=settings(
+            max_examples=150,
+            stateful_step_count=50,
+            deadline=None,
+            derandomize=True,
+            database=None,
+        ),
     )
-
-
-def test_every_case_was_met() -> None:
-    """Runs after the machine above, in the same process."""
     for case in ("same", "goes on", "of one that was left", "forgotten"):
         assert SEEN[case] >= 20, (case, SEEN)
