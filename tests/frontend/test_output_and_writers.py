@@ -62,7 +62,10 @@ def test_a_stop_string_ends_the_answer_before_itself() -> None:
 
 
 def spec(**changes: Any) -> WriterSpec:
-    return WriterSpec(**{"request": "r1", "model": "m", "created": 5, "token_text": chr} | changes)
+    return WriterSpec(
+        **{"request": "r1", "model": "m", "created": 5, "token_bytes": lambda t: chr(t).encode()}
+        | changes
+    )
 
 
 def parsed(stream: bytes) -> list[Any]:
@@ -127,6 +130,10 @@ def test_logprobs_are_told_in_each_dialects_words() -> None:
     first = chat["choices"][0]["logprobs"]["content"][0]
     assert (first["token"], first["logprob"], first["bytes"]) == ("h", -0.5, [104])
     assert first["top_logprobs"] == [{"token": "i", "logprob": -1.0, "bytes": [105]}]
+    halves = spec(token_bytes=lambda token: bytes([token]))
+    (chat,) = parsed(ChatWriter(halves).deltas([], [[(0xC3, 0.0)], [(0xA9, 0.0)]]))
+    parts = [row["bytes"] for row in chat["choices"][0]["logprobs"]["content"]]
+    assert b"".join(map(bytes, parts)).decode() == "\u00e9", "a text is its tokens, joined"
     writer = CompletionWriter(spec(echo="abc"))
     writer.opening()
     (said,) = parsed(writer.deltas([Content("hj")], rows))

@@ -146,6 +146,19 @@ def test_half_a_character_waits_for_its_other_half(kind: str, tmp_path: Path) ->
     assert stream.flush() == REPLACEMENT
 
 
+@pytest.mark.parametrize("kind", ["bytes", "spelled"])
+def test_a_tokens_bytes_are_its_part_of_a_text(kind: str, tmp_path: Path) -> None:
+    vocabulary, reference = load(tmp_path / "tokenizer.json", KINDS[kind]())
+    spell = "<0x{:02X}>".format if kind == "spelled" else byte_character
+    ids = [reference.token_to_id(spell(byte)) for byte in "\U0001f642".encode()]
+    assert b"".join(vocabulary.bytes_of(i) for i in ids if i is not None) == "\U0001f642".encode()
+    word = reference.token_to_id("b")
+    assert word is not None
+    assert vocabulary.bytes_of(word) == b"b"
+    assert vocabulary.bytes_of(-1) == vocabulary.bytes_of(reference.vocab_size) == b""
+    assert vocabulary.bytes_of(1 << 40) == b""
+
+
 def byte_character(byte: int) -> str:
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [other for other in range(256) if other not in printable]

@@ -121,8 +121,9 @@ class ChatWriter:
         }
 
     def _token(self, token: int, logprob: float) -> dict[str, Any]:
-        text = self._spec.token_text(token)
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+        said = self._spec.token_bytes(token)
+        text = said.decode("utf-8", "replace")
+        return {"token": text, "logprob": logprob, "bytes": list(said)}
 
 
 def _text(deltas: Sequence[Delta]) -> str:

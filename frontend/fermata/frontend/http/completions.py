@@ -86,8 +86,11 @@ class CompletionWriter:
             "usage": usage_of(usage),
         })  # fmt: skip
 
+    def _token(self, token: int) -> str:
+        return self._spec.token_bytes(token).decode("utf-8", "replace")
+
     def _logprobs(self, rows: Sequence[TokenLogprobs]) -> dict[str, Any]:
-        texts = [self._spec.token_text(row[0][0]) for row in rows if row]
+        texts = [self._token(row[0][0]) for row in rows if row]
         offsets: list[int] = []
         for text in texts:
             offsets.append(self._offset)
@@ -96,9 +99,7 @@ class CompletionWriter:
             "tokens": texts,
             "token_logprobs": [row[0][1] for row in rows if row],
             "top_logprobs": [
-                {self._spec.token_text(token): logprob for token, logprob in row}
-                for row in rows
-                if row
+                {self._token(token): logprob for token, logprob in row} for row in rows if row
             ],
             "text_offset": offsets,
         }

@@ -52,7 +52,7 @@ class WriterSpec(msgspec.Struct, frozen=True, kw_only=True):
     streams: bool = True
     include_usage: bool = False
     wants_logprobs: bool = False
-    token_text: Callable[[int], str] = str
-    """Text of one token, for logprobs."""
+    token_bytes: Callable[[int], bytes] = bytes
+    """What one token says, for logprobs; often a part of a character only."""
     echo: str = ""
     """Completions: the prompt's text goes in front of the answer."""

@@ -215,7 +215,7 @@ class TurnEndpoint(Generic[BodyT]):
                 created=created,
                 streams=streams,
                 include_usage=body.include_usage,
-                token_text=self._token_text,
+                token_bytes=room.model.vocabulary.bytes_of,
                 echo=echo,
             )
         )
@@ -235,12 +235,6 @@ class TurnEndpoint(Generic[BodyT]):
             reader = _AtTheEnd(waker)
             turn = reader.turn = room.service.submit(spec, reader=reader)
         return Answer(turn, room=room, output=output, writer=writer, reply=reply, waker=waker)
-
-    def _token_text(self, token: int) -> str:
-        """An engine may name what is no token at all; that is no fault of the client's."""
-        if not 0 <= token < 1 << 32:
-            return ""
-        return self._room.model.tokenizer.decode([token], skip_special_tokens=False)
 
 
 class _AtTheEnd:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import codecs
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -56,6 +56,7 @@ class Vocabulary:
         kinds: bytes,
         joins_bytes: bool,
         table: list[bytes] | None,
+        spelled_bytes: Mapping[int, bytes],
     ) -> None:
         self._reference = reference
         self._kinds = kinds
@@ -63,6 +64,7 @@ class Vocabulary:
             _NO_TEXT if i in special_ids else kind for i, kind in enumerate(kinds)
         )
         self._joins_bytes = joins_bytes
+        self._spelled_bytes = spelled_bytes
         self._table = table
         self._shown_table = table and [
             b"" if i in special_ids else spelled for i, spelled in enumerate(table)
@@ -81,20 +83,35 @@ class Vocabulary:
             if not _equals(table, reference):
                 table = None
         kinds = bytearray(reference.vocab_size)
+        spelled_bytes: dict[int, bytes] = {}
         for token, i in vocabulary.items():
             is_byte = "ByteFallback" in decoders and _is_spelled_byte(token)
             kinds[i] = _SPELLED_BYTE if is_byte else _TEXT
+            if is_byte:
+                spelled_bytes[i] = bytes.fromhex(token[3:5])
         return cls(
             reference=reference,
             special_ids=frozenset(token.id for token in added_tokens if token.special),
             kinds=bytes(kinds),
             joins_bytes="ByteLevel" in decoders,
             table=table,
+            spelled_bytes=spelled_bytes,
         )
 
     @property
     def has_byte_table(self) -> bool:
         return self._table is not None
+
+    def bytes_of(self, token: int) -> bytes:
+        """What it adds to a text, special or not: a part of a character where that takes several. Nothing for what is
+        no token: an engine may name one that is not."""
+        if not 0 <= token < len(self._kinds):
+            return b""
+        if self._table is not None:
+            return self._table[token]
+        if self._kinds[token] == _SPELLED_BYTE:
+            return self._spelled_bytes[token]
+        return self._reference.decode([token], skip_special_tokens=False).encode()
 
     def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
         table = self._shown_table if skip_special_tokens else self._table
